@@ -1,0 +1,287 @@
+"""Drafter configuration in the config.json layout of the z-lab DFlash checkpoints, with one block added for Carryover.
+
+The file on disk is flat (Hugging Face names) with two nested blocks::
+
+    {"architectures": ["DFlashDraftModel"], "hidden_size": 576, ..., "block_size": 8, "num_target_layers": 30,
+     "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 8, 14, 20, 27]},
+     "carryover_config": {"enabled": true, "carry_embed_at": "pre_norm", "carry_positions": "verify"}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CARRY_EMBED_AT = ("pre_norm", "post_norm")
+CARRY_POSITIONS = ("verify", "shifted")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Keys of Hugging Face configs that say nothing about how the drafter computes. They are kept and written back.
+IGNORED_KEYS = frozenset(
+    "_name_or_path attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "
+    "initializer_range is_decoder label2id max_window_layers name_or_path num_anchors output_attentions "
+    "output_hidden_states pad_token_id problem_type return_dict torch_dtype transformers_version use_cache "
+    "use_sliding_window target_model_id quantization_config".split()
+)
+# Keys that would change the computation: only the value that the drafter implements is accepted.
+FIXED_KEYS: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": ("silu",),
+    "use_qk_norm": (True,),
+}
+DFLASH_KEYS = frozenset(
+    "mask_token_id target_layer_ids causal block_size input_embedding_scale final_logit_softcapping "
+    "sample_from_anchor num_target_layers".split()
+)
+
+
+def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
+    """Evenly spaced taps ``round(1 + i * (L - 4) / (n - 1))`` (DFlash, arXiv 2602.06036); one tap: the middle layer."""
+    if num_taps < 1 or num_target_layers < 1:
+        raise ValueError(f"num_taps={num_taps} and num_target_layers={num_target_layers} must be at least 1")
+    if num_taps == 1:
+        return [num_target_layers // 2]
+    ids = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
+    return [min(max(i, 0), num_target_layers - 1) for i in ids]
+
+
+@dataclass
+class CarryoverConfig:
+    """Switches of the temporary segment.
+
+    ``carry_embed_at``: add the learned embedding after ``fc`` and before ``hidden_norm`` (``pre_norm``) or after it.
+    ``carry_positions``: RoPE position of a carried row: where it was verified (``verify``), or one later, the position
+    that its hidden state predicts (``shifted``).
+    """
+
+    enabled: bool = True
+    carry_embed_at: str = "pre_norm"
+    carry_positions: str = "verify"
+
+
+@dataclass
+class DrafterConfig:
+    """Shapes and switches of a DFlash drafter. Field names are those of config.json; see the module docstring."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    num_target_layers: int
+    target_layer_ids: list[int]
+    mask_token_id: int
+    head_dim: int | None = None
+    block_size: int = 16
+    target_hidden_size: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_parameters: dict[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
+    max_position_embeddings: int = 8192
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = True
+    causal: bool | None = None
+    input_embedding_scale: float | None = None
+    final_logit_softcapping: float | None = None
+    draft_vocab_size: int | None = None
+    carryover_config: CarryoverConfig | None = None
+    architectures: list[str] = field(default_factory=lambda: ["DFlashDraftModel"])
+    model_type: str = "qwen3"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if isinstance(self.carryover_config, dict):
+            self.carryover_config = CarryoverConfig(**self.carryover_config)
+        self.target_layer_ids = list(self.target_layer_ids)
+        self.validate()
+
+    # -- derived -----------------------------------------------------------------------------------------------------
+    @property
+    def carryover(self) -> bool:
+        """Whether the checkpoint has a carryover embedding."""
+        return self.carryover_config is not None and self.carryover_config.enabled
+
+    @property
+    def carry_embed_at(self) -> str:
+        return self.carryover_config.carry_embed_at if self.carryover_config else "pre_norm"
+
+    @property
+    def carry_positions(self) -> str:
+        return self.carryover_config.carry_positions if self.carryover_config else "verify"
+
+    @property
+    def num_features(self) -> int:
+        """Width of a tapped row: number of taps times the target's hidden size."""
+        return len(self.target_layer_ids) * int(self.target_hidden_size or 0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated dimensions of a head (even, at most ``head_dim``)."""
+        factor = (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
+        return int(int(self.head_dim or 0) * factor) // 2 * 2
+
+    def layer_window(self, layer: int) -> int:
+        """Sliding window of a layer in positions, 0 for full attention."""
+        assert self.layer_types is not None
+        return int(self.sliding_window or 0) if self.layer_types[layer] == "sliding_attention" else 0
+
+    def layer_causal(self, layer: int) -> bool:
+        """Whether a layer is causal inside the block. ``causal`` unset: sliding layers are, full ones are not (z-lab)."""
+        assert self.layer_types is not None
+        return self.layer_types[layer] == "sliding_attention" if self.causal is None else bool(self.causal)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+    def validate(self) -> None:
+        """Raise ValueError naming the field, its value and what would be right."""
+        for name in (
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+            "vocab_size num_target_layers target_hidden_size max_position_embeddings"
+        ).split():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a positive integer")
+        if not isinstance(self.block_size, int) or self.block_size < 2:
+            raise ValueError(f"block_size={self.block_size!r}: must be at least 2 (one anchor and one drafted token)")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads={self.num_attention_heads}: must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}"
+            )
+        if not self.target_layer_ids:
+            raise ValueError("target_layer_ids=[]: at least one tapped layer is needed")
+        for tap in self.target_layer_ids:
+            if not isinstance(tap, int) or isinstance(tap, bool) or not 0 <= tap < self.num_target_layers:
+                raise ValueError(
+                    f"target_layer_ids={self.target_layer_ids}: {tap!r} is not a decoder layer of the target, which has "
+                    f"{self.num_target_layers} (ids 0..{self.num_target_layers - 1}; id k is the output of layer k)"
+                )
+        if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
+            raise ValueError(f"target_layer_ids={self.target_layer_ids}: an id appears twice")
+        if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id!r}: outside the target's vocabulary of {self.vocab_size}; "
+                "choose an id that has a row in the target's embedding"
+            )
+        assert self.layer_types is not None
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types has {len(self.layer_types)} entries: must have num_hidden_layers={self.num_hidden_layers}"
+            )
+        for kind in self.layer_types:
+            if kind not in LAYER_TYPES:
+                raise ValueError(f"layer_types has {kind!r}: must be one of {LAYER_TYPES}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError(f"sliding_window={self.sliding_window!r}: layer_types has sliding layers, so a size is needed")
+        if self.rotary_dim < 2 or self.rotary_dim > int(self.head_dim or 0):
+            raise ValueError(f"partial_rotary_factor gives {self.rotary_dim} rotated dimensions of head_dim={self.head_dim}")
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: must be in 1..vocab_size={self.vocab_size}")
+        if self.carryover_config is not None:
+            if self.carry_embed_at not in CARRY_EMBED_AT:
+                raise ValueError(f"carry_embed_at={self.carry_embed_at!r}: must be one of {CARRY_EMBED_AT}")
+            if self.carry_positions not in CARRY_POSITIONS:
+                raise ValueError(f"carry_positions={self.carry_positions!r}: must be one of {CARRY_POSITIONS}")
+
+    # -- files -------------------------------------------------------------------------------------------------------
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "config") -> DrafterConfig:
+        """Build from the layout of config.json. ``source`` names the file in errors.
+
+        Raises ValueError for an unknown key, a missing key, or a value that the drafter does not implement.
+        """
+        values = dict(values)
+        kwargs: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        nested = values.pop("dflash_config", None) or {}
+        for key, value in nested.items():
+            if key not in DFLASH_KEYS:
+                raise ValueError(f"{source}: unknown key dflash_config.{key} (known: {', '.join(sorted(DFLASH_KEYS))})")
+            if key == "sample_from_anchor":
+                if value:
+                    raise ValueError(f"{source}: dflash_config.sample_from_anchor={value}: the DFlash drafter predicts slots 1..b-1")
+            else:
+                kwargs[key] = value
+        carry = values.pop("carryover_config", None)
+        if carry is not None:
+            known = {f.name for f in dataclasses.fields(CarryoverConfig)}
+            for key in carry:
+                if key not in known:
+                    raise ValueError(f"{source}: unknown key carryover_config.{key} (known: {', '.join(sorted(known))})")
+            kwargs["carryover_config"] = CarryoverConfig(**carry)
+        if values.get("rope_scaling"):
+            scaling = dict(values["rope_scaling"])
+            scaling.setdefault("rope_type", scaling.pop("type", "default"))
+            values.setdefault("rope_parameters", {**scaling, "rope_theta": values.get("rope_theta", 10000.0)})
+        values.pop("rope_scaling", None)
+        if "is_causal" in values:
+            kwargs.setdefault("causal", values.pop("is_causal"))
+        fields = {f.name for f in dataclasses.fields(cls)} - {"extra", "carryover_config"}
+        for key, value in values.items():
+            if key in FIXED_KEYS:
+                if value not in FIXED_KEYS[key]:
+                    raise ValueError(f"{source}: {key}={value!r} is not implemented: must be {FIXED_KEYS[key][0]!r}")
+                extra[key] = value
+            elif key in fields:
+                kwargs.setdefault(key, value)
+            elif key in IGNORED_KEYS:
+                extra[key] = value
+            else:
+                raise ValueError(f"{source}: unknown key {key!r}; remove it, or correct its spelling")
+        rope = kwargs.get("rope_parameters")
+        if rope and "rope_theta" in rope:
+            kwargs["rope_theta"] = float(rope["rope_theta"])
+        missing = [
+            f.name
+            for f in dataclasses.fields(cls)
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in kwargs
+        ]
+        if missing:
+            raise ValueError(f"{source}: missing {', '.join(missing)}")
+        return cls(extra=extra, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layout of config.json: the inverse of :meth:`from_dict`."""
+        nested_names = ("mask_token_id", "target_layer_ids", "causal", "input_embedding_scale", "final_logit_softcapping")
+        out: dict[str, Any] = {}
+        nested: dict[str, Any] = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("extra", "carryover_config") or value is None:
+                continue
+            (nested if f.name in nested_names else out)[f.name] = value
+        out.update(self.extra)
+        out["dflash_config"] = nested
+        if self.carryover_config is not None:
+            out["carryover_config"] = dataclasses.asdict(self.carryover_config)
+        return out
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path) -> DrafterConfig:
+        """Read ``config.json`` of a checkpoint folder."""
+        path = Path(directory) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"directory={str(directory)!r}: no config.json in it; give a drafter checkpoint folder")
+        try:
+            values = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: not valid JSON ({error}); fetch the file again") from error
+        return cls.from_dict(values, str(path))
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write ``config.json`` into a folder, which is made when absent."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.to_dict(), indent=2) + "\n")
