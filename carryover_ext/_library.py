@@ -1,0 +1,46 @@
+"""Loads the compiled extension and registers its operators as `torch.ops.carryover_ext`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+LEVELS = ("default", "avx2", "avx512", "avx512_bf16")
+
+_PATH = Path(__file__).with_name("_C.abi3.so")
+
+
+def _load() -> None:
+    if not _PATH.exists():
+        raise ImportError(
+            f"carryover_ext: the compiled extension {_PATH.name} is missing from {_PATH.parent}; "
+            "build it with `pip install -e . --no-build-isolation` in the source tree, or install the wheel"
+        )
+    torch.ops.load_library(str(_PATH))
+
+
+_load()
+
+ops = torch.ops.carryover_ext
+
+
+def cpu_capability() -> str:
+    """Instruction set that the CPU kernels use: `default`, `avx2`, `avx512` or `avx512_bf16`.
+
+    It is the best one that the machine has, unless the environment variable CARRYOVER_CPU_CAPABILITY names a lower
+    one (read once, at the first call of a kernel).
+    """
+    return LEVELS[ops.cpu_level()]
+
+
+def available_capabilities() -> tuple[str, ...]:
+    """The instruction sets that this machine can run, lowest first."""
+    return LEVELS[: ops.max_cpu_level() + 1]
+
+
+def set_cpu_capability(name: str) -> None:
+    """Switches the CPU kernels to `name` (one of :func:`available_capabilities`), for tests and measurements."""
+    if name not in LEVELS:
+        raise ValueError(f"name={name!r} is not one of {', '.join(LEVELS)}")
+    ops.set_cpu_level(LEVELS.index(name))

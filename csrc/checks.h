@@ -1,0 +1,123 @@
+// Argument checks. Every message has the form "op: argument ... got VALUE; REMEDY".
+#pragma once
+
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+namespace carryover {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string dtype_name(ScalarType t) {
+  switch (t) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::Byte: return "uint8";
+    default: return "dtype #" + std::to_string(static_cast<int>(t));
+  }
+}
+
+inline std::string shape_text(const Tensor& t) {
+  std::string s = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
+  return s + "]";
+}
+
+// The checks of one op. `layout` is how the documentation writes the shape, e.g. "[T, F]".
+class Checker {
+ public:
+  explicit Checker(const char* op) : op_(op) {}
+
+  template <class... Args>
+  [[noreturn]] void fail(const Args&... args) const {
+    std::ostringstream s;
+    s << op_ << ": ";
+    (s << ... << args);
+    throw std::runtime_error(s.str());
+  }
+
+  template <class... Args>
+  void require(bool ok, const Args&... args) const {
+    if (!ok) fail(args...);
+  }
+
+  void cpu(const Tensor& t, const char* name) const {
+    require(t.is_cpu(), name, " must be on the CPU like the other arguments, got a tensor of another device; ",
+            "move it with .cpu()");
+  }
+
+  void dtype(const Tensor& t, const char* name, ScalarType want) const {
+    cpu(t, name);
+    require(t.scalar_type() == want, name, " must be ", dtype_name(want), ", got ", dtype_name(t.scalar_type()),
+            "; convert it with .to(torch.", dtype_name(want), ")");
+  }
+
+  void floating(const Tensor& t, const char* name) const {
+    cpu(t, name);
+    const ScalarType s = t.scalar_type();
+    require(s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Double, name,
+            " must be float32, bfloat16 or float64, got ", dtype_name(s), "; convert it with .to(torch.float32)");
+  }
+
+  void same_dtype(const Tensor& t, const char* name, const Tensor& ref, const char* ref_name) const {
+    cpu(t, name);
+    require(t.scalar_type() == ref.scalar_type(), name, " must have the dtype of ", ref_name, ", ",
+            dtype_name(ref.scalar_type()), ", got ", dtype_name(t.scalar_type()), "; convert it with .to(torch.",
+            dtype_name(ref.scalar_type()), ")");
+  }
+
+  void rank(const Tensor& t, const char* name, int64_t dims, const char* layout) const {
+    require(t.dim() == dims, name, " must have shape ", layout, ", got ", shape_text(t));
+  }
+
+  // Checks every size; a negative entry matches anything.
+  void shape(const Tensor& t, const char* name, std::initializer_list<int64_t> want, const char* layout) const {
+    bool ok = t.dim() == static_cast<int64_t>(want.size());
+    int64_t i = 0;
+    for (int64_t w : want) {
+      ok = ok && (w < 0 || t.size(i) == w);
+      ++i;
+    }
+    if (ok) return;
+    std::string text = "[";
+    i = 0;
+    for (int64_t w : want) {
+      text += (i++ ? ", " : "") + (w < 0 ? std::string("any") : std::to_string(w));
+    }
+    fail(name, " must have shape ", layout, " = ", text, "], got ", shape_text(t));
+  }
+
+  void contiguous(const Tensor& t, const char* name) const {
+    require(t.is_contiguous(), name, " must be contiguous, got strides ", strides_text(t), " for shape ",
+            shape_text(t), "; call .contiguous()");
+  }
+
+  // Rows may be strided, elements of a row may not.
+  void dense_rows(const Tensor& t, const char* name) const {
+    const int64_t last = t.dim() - 1;
+    require(t.size(last) <= 1 || t.stride(last) == 1, name, " must be contiguous in its last dimension, got strides ",
+            strides_text(t), " for shape ", shape_text(t), "; call .contiguous()");
+  }
+
+ private:
+  static std::string strides_text(const Tensor& t) {
+    std::string s = "[";
+    for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.stride(i));
+    return s + "]";
+  }
+
+  const char* op_;
+};
+
+}  // namespace carryover

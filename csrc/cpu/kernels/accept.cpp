@@ -1,0 +1,3 @@
+// Kernels of accept (to come).
+#include "cpu/vec.h"
+#include "params.h"

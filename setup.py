@@ -1,0 +1,69 @@
+"""Thin driver: runs CMake for the extension. All metadata is in pyproject.toml."""
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def _cuda_wanted() -> int:
+    """CARRYOVER_CUDA: `auto` (default) takes CUDA when a toolkit and a GPU are there, `0` never, `1` insists."""
+    value = os.environ.get("CARRYOVER_CUDA", "auto")
+    if value not in ("auto", "0", "1"):
+        raise SystemExit(f"CARRYOVER_CUDA={value!r} is not one of auto, 0, 1")
+    if value != "auto":
+        return int(value)
+    has_sources = (ROOT / "csrc" / "cuda").is_dir()
+    return int(has_sources and shutil.which("nvcc") is not None and shutil.which("nvidia-smi") is not None)
+
+
+def _cmake() -> str:
+    spec = find_spec("cmake")  # the PyPI package, preferred: its version is known
+    if spec is not None and spec.submodule_search_locations:
+        binary = Path(spec.submodule_search_locations[0]) / "data" / "bin" / "cmake"
+        if binary.exists():
+            return str(binary)
+    found = shutil.which("cmake")
+    if found is None:
+        raise SystemExit("cmake was not found; install it with `pip install cmake ninja` and build again")
+    return found
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        torch_spec = find_spec("torch")
+        if torch_spec is None or not torch_spec.submodule_search_locations:
+            raise SystemExit(
+                "torch was not found; install torch >= 2.11 first and build with --no-build-isolation"
+            )
+        out = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = ROOT / "build" / "cmake"  # kept, so that a second build compiles only what changed
+        cmake = _cmake()
+        ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+        subprocess.run(
+            [cmake, "-S", str(ROOT), "-B", str(build), *generator, "-DCMAKE_BUILD_TYPE=Release",
+             f"-DTORCH_ROOT={torch_spec.submodule_search_locations[0]}", f"-DCARRYOVER_CUDA={_cuda_wanted()}"],
+            check=True,
+        )  # fmt: skip
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        subprocess.run([cmake, "--build", str(build), "--target", "_C", "-j", jobs], check=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        strip = shutil.which("strip")
+        shutil.copy2(build / "_C.abi3.so", out)
+        if strip:
+            subprocess.run([strip, "--strip-unneeded", str(out)], check=True)
+
+
+setup(
+    ext_modules=[Extension("carryover_ext._C", sources=[], py_limited_api=True)],
+    cmdclass={"build_ext": CMakeBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
