@@ -1,0 +1,19 @@
+"""The public operators, one file each. `carryover_ext.reference` holds their twins in plain PyTorch."""
+
+from .._library import available_capabilities, cpu_capability, set_cpu_capability
+from .accept import accept
+from .commit_and_carry import commit_and_carry
+from .gather_rejected import gather_rejected
+from .project_kv import project_kv
+from .segment_attention import segment_attention
+
+__all__ = [
+    "accept",
+    "available_capabilities",
+    "commit_and_carry",
+    "cpu_capability",
+    "gather_rejected",
+    "project_kv",
+    "segment_attention",
+    "set_cpu_capability",
+]
