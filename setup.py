@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def _cuda_wanted() -> int:
-    """CARRYOVER_CUDA: `auto` (default) takes CUDA when a toolkit and a GPU are there, `0` never, `1` insists."""
+    """CARRYOVER_CUDA: `auto` (default) takes CUDA when nvcc and a GPU are there, `0` never, `1` insists."""
     value = os.environ.get("CARRYOVER_CUDA", "auto")
     if value not in ("auto", "0", "1"):
         raise SystemExit(f"CARRYOVER_CUDA={value!r} is not one of auto, 0, 1")
@@ -46,7 +46,9 @@ class CMakeBuild(build_ext):
         out = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = ROOT / "build" / "cmake"  # kept, so that a second build compiles only what changed
         cmake = _cmake()
-        ninja = shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        ninja = shutil.which(
+            "ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        )
         generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
         subprocess.run(
             [cmake, "-S", str(ROOT), "-B", str(build), *generator, "-DCMAKE_BUILD_TYPE=Release",

@@ -28,8 +28,8 @@ ops = torch.ops.carryover_ext
 def cpu_capability() -> str:
     """Instruction set that the CPU kernels use: `default`, `avx2`, `avx512` or `avx512_bf16`.
 
-    It is the best one that the machine has, unless the environment variable CARRYOVER_CPU_CAPABILITY names a lower
-    one (read once, at the first call of a kernel).
+    It is the best one that the machine has, unless the environment variable CARRYOVER_CPU_CAPABILITY names a
+    lower one (read once, at the first call of a kernel).
     """
     return LEVELS[ops.cpu_level()]
 
@@ -40,7 +40,7 @@ def available_capabilities() -> tuple[str, ...]:
 
 
 def set_cpu_capability(name: str) -> None:
-    """Switches the CPU kernels to `name` (one of :func:`available_capabilities`), for tests and measurements."""
+    """Switches the CPU kernels to `name`, one of :func:`available_capabilities`; for tests and measurements."""
     if name not in LEVELS:
         raise ValueError(f"name={name!r} is not one of {', '.join(LEVELS)}")
     ops.set_cpu_level(LEVELS.index(name))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
+from compare import Guarded
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 DTYPE_IDS = ("f32", "bf16", "f64")
-FLOAT_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float64: "f64"}
 
 
 def int32(*values: int) -> Tensor:
@@ -112,24 +112,50 @@ def weights(shape: Shape, dtype: torch.dtype, *, embedding: bool = True, positio
     )
 
 
-@dataclass
 class CommitCase:
-    """Arguments of commit_and_carry, with the outputs poisoned."""
+    """Arguments of commit_and_carry; caches and segments are NaN between canaries, lengths hold garbage."""
 
-    shape: Shape
-    ragged: Ragged
-    dtype: torch.dtype
-    pages: int = 7
-    page: int = 16
-    room: int = 15
-    features: Tensor = field(init=False)
-    positions: Tensor = field(init=False)
-    slots: Tensor = field(init=False)
-    weights: Weights = field(init=False)
-
-    def __post_init__(self) -> None:
-        total = self.ragged.total
-        self.features = torch.randn(total, self.shape.features).to(self.dtype)
+    def __init__(
+        self,
+        shape: Shape,
+        ragged: Ragged,
+        dtype: torch.dtype,
+        *,
+        pages: int = 7,
+        page: int = 16,
+        room: int = 15,
+        embedding: bool = True,
+    ) -> None:
+        self.shape, self.ragged, self.dtype = shape, ragged, dtype
+        self.pages, self.page, self.room = pages, page, room
+        total = ragged.total
+        self.features = torch.randn(total, shape.features).to(dtype)
         self.positions = torch.randint(0, 64, (total,), dtype=torch.int32)
-        self.slots = torch.randperm(self.pages * self.page)[:total]
-        self.weights = weights(self.shape, self.dtype)
+        self.slots = torch.randperm(pages * page)[:total]
+        self.weights = weights(shape, dtype, embedding=embedding)
+
+    def outputs(self, dtype: torch.dtype | None = None) -> list[Guarded]:
+        """k_cache, v_cache, k_segment, v_segment, segment_lens."""
+        s, dtype = self.shape, dtype or self.dtype
+        cache = (s.layers, self.pages, self.page, s.heads, s.dim)
+        segment = (s.layers, len(self.ragged.rows), self.room, s.heads, s.dim)
+        out = [Guarded(shape, dtype) for shape in (cache, cache, segment, segment)]
+        return [*out, Guarded((len(self.ragged.rows),), torch.int32, fill=99)]
+
+    def run(self, function, dtype: torch.dtype | None = None, **options) -> list[Tensor]:
+        """Calls `function`, checks the canaries, returns the five outputs."""
+        cast = dtype or self.dtype
+        guarded = self.outputs(cast)
+        function(
+            self.features.to(cast),
+            self.positions,
+            self.ragged.row_start(),
+            self.ragged.num_accepted(),
+            self.slots,
+            *(g.tensor for g in guarded),
+            *self.weights.args(cast),
+            **options,
+        )
+        for g in guarded:
+            g.check()
+        return [g.tensor for g in guarded]

@@ -1,8 +1,8 @@
 """The tolerance rule of every test, and helpers that poison memory.
 
 An op passes when its largest error against the float64 reference is at most twice that of plain PyTorch (the
-reference run in the op's dtype), plus one rounding of the largest value in that dtype. In float64, where plain
-PyTorch is the reference itself, another order of summation is allowed: 1e-13 of the largest value.
+reference run in the op's dtype), plus one rounding of the largest value in that dtype. In float64, where
+plain PyTorch is the reference itself, another order of summation is allowed: 1e-13 of the largest value.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def assert_equal(actual: Tensor, expected: Tensor, name: str = "result") -> None
 
 
 class Guarded:
-    """A tensor filled with NaN (or `fill`) between two canaries; `check()` asserts that the canaries are alive."""
+    """A tensor filled with NaN (or `fill`) between two canaries; `check()` asserts that the canaries are
+    alive."""
 
     PAD = 64
 

@@ -31,45 +31,50 @@ def commit_and_carry(
     carry_embed_at: str = "pre_norm",
     carry: bool = True,
 ) -> None:
-    """:func:`project_kv` of all verified rows, with committed rows written to the cache and rejected ones carried.
+    """:func:`project_kv` of all verified rows, with committed rows written to the cache and rejected ones
+    carried.
 
-    Request i owns rows ``row_start[i] .. row_start[i + 1] - 1``; with m = ``num_accepted[i]`` its rows 0..m are
-    committed: their K and V go to the cache slots that `slot_mapping` names. The rows after m are rejected: they get
-    the carry embedding and go, packed, to rows 0, 1, ... of ``segment[:, i]``, whose length is replaced (never
-    appended to). The weights are read once; carrying adds no pass over them.
+    Request i owns rows ``row_start[i] .. row_start[i + 1] - 1``; with m = ``num_accepted[i]`` its rows 0..m
+    are committed: their K and V go to the cache slots that `slot_mapping` names. The rows after m are
+    rejected: they get the carry embedding and go, packed, to rows 0, 1, ... of ``segment[:, i]``, whose
+    length is replaced (never appended to). The weights are read once; carrying adds no pass over them.
 
     Args:
-        features, positions: ``[T, F]`` and ``[T]`` int32 as in :func:`project_kv`. A row at position -1 is padding:
-            written nowhere, not counted.
+        features, positions: ``[T, F]`` and ``[T]`` int32 as in :func:`project_kv`. A row at position -1 is
+            padding: written nowhere, not counted.
         row_start: ``[B + 1]`` int32, from 0 to T, not decreasing.
-        num_accepted: ``[B]`` int32; -1 marks an inactive request, whose rows are written nowhere and whose segment
-            becomes empty. Prefill is ``num_accepted[i] = rows - 1``.
-        slot_mapping: ``[T]`` int64: flat cache slot (page index * page size + offset) of each committed row, -1 for
-            nowhere; slots of the batch are distinct; those of rejected rows are ignored.
-        k_cache, v_cache: ``[L, N, page, nkv, d]``, written in place; strided, contiguous in the last dimension.
-        k_segment, v_segment: ``[L, B, R, nkv, d]``, written in place; of more than R rejected rows the first R are
-            kept. Rows at and behind the new length keep what they held.
-        segment_lens: ``[B]`` int32, rewritten for every request; 0 without `carry` or when all drafts were accepted.
+        num_accepted: ``[B]`` int32; -1 marks an inactive request, whose rows are written nowhere and whose
+            segment becomes empty. Prefill is ``num_accepted[i] = rows - 1``.
+        slot_mapping: ``[T]`` int64: flat cache slot (page index * page size + offset) of each committed row,
+            -1 for nowhere; slots of the batch are distinct; those of rejected rows are ignored.
+        k_cache, v_cache: ``[L, N, page, nkv, d]``, written in place; strided, contiguous in the last
+            dimension.
+        k_segment, v_segment: ``[L, B, R, nkv, d]``, written in place; of more than R rejected rows the first
+            R are kept. Rows at and behind the new length keep what they held.
+        segment_lens: ``[B]`` int32, rewritten for every request; 0 without `carry` or when all drafts were
+            accepted.
         fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding, eps, carry_embed_at: as in
             :func:`project_kv`. Without an embedding rejected rows are carried as plain context.
         carry: False leaves every segment empty. The committed rows have the same bits either way.
 
-    No gradient: it is the inference path; training uses :func:`project_kv`. Nothing is written when an error is
-    raised. A batch without live rows only rewrites `segment_lens`.
+    No gradient: it is the inference path; training uses :func:`project_kv`. Nothing is written when an error
+    is raised. A batch without live rows only rewrites `segment_lens`.
 
     Raises:
-        RuntimeError: wrong dtype, shape or device; slot outside -1..N*page-1 of a committed row; position outside
-            -1..P-1 of a written row; `row_start` not monotone or not ending at T; `num_accepted` outside -1..rows-1.
+        RuntimeError: wrong dtype, shape or device; slot outside -1..N*page-1 of a committed row; position
+            outside -1..P-1 of a written row; `row_start` not monotone or not ending at T; `num_accepted`
+            outside -1..rows-1.
         ValueError: unknown `carry_embed_at`.
 
-    Source: arXiv 2609.14717, ``U_l = Phi_l(H_rej + E_carry)`` and the commit of the accepted rows, in one pass.
+    Source: arXiv 2609.14717, ``U_l = Phi_l(H_rej + E_carry)`` and the commit of the accepted rows, in one
+    pass.
     """
     before = embed_before_norm(carry_embed_at)
     with torch.no_grad():
         _ops.commit_and_carry(
-            features, positions, row_start, num_accepted, slot_mapping, k_cache, v_cache, k_segment, v_segment,
-            segment_lens, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding,
-            eps=eps, carry_pre_norm=before, carry=carry,
+            features, positions, row_start, num_accepted, slot_mapping, k_cache, v_cache, k_segment,
+            v_segment, segment_lens, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin,
+            carry_embedding, eps=eps, carry_pre_norm=before, carry=carry,
         )  # fmt: skip
 
 

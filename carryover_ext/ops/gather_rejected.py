@@ -13,26 +13,29 @@ def gather_rejected(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Packs the rows of each request that verification rejected, padded to a static size.
 
-    This is the separate, readable form of the routing inside :func:`commit_and_carry`, for engines that keep their
-    own projection. Request i owns rows ``row_start[i] .. row_start[i + 1] - 1``; its first row is the anchor, row j
-    the j-th draft. With m = ``num_accepted[i]`` rows 0..m are committed and the rows after m are rejected.
+    This is the separate, readable form of the routing inside :func:`commit_and_carry`, for engines that keep
+    their own projection. Request i owns rows ``row_start[i] .. row_start[i + 1] - 1``; its first row is the
+    anchor, row j the j-th draft. With m = ``num_accepted[i]`` rows 0..m are committed and the rows after m
+    are rejected.
 
     Args:
-        hidden: ``[T, F]`` float32, bfloat16 or float64; rows may be strided, the last dimension is contiguous.
+        hidden: ``[T, F]`` float32, bfloat16 or float64; rows may be strided, the last dimension is
+            contiguous.
         row_start: ``[B + 1]`` int32, from 0 to T, not decreasing.
-        num_accepted: ``[B]`` int32, accepted drafts of each request; -1 marks an inactive request (nothing rejected).
-        max_rejected: R, the static number of rows that a request gets in the result; of more rejected rows the
-            first R are kept.
+        num_accepted: ``[B]`` int32, accepted drafts of each request; -1 marks an inactive request (nothing
+            rejected).
+        max_rejected: R, the static number of rows that a request gets in the result; of more rejected rows
+            the first R are kept.
 
     Returns:
-        ``rows [B, R, F]`` (zero behind the rejected rows), ``index [B, R]`` int32 (row of `hidden`, -1 is padding),
-        ``lens [B]`` int32.
+        ``rows [B, R, F]`` (zero behind the rejected rows), ``index [B, R]`` int32 (row of `hidden`, -1 is
+        padding), ``lens [B]`` int32.
 
     Differentiable in `hidden`. An empty batch, T = 0 and R = 0 are defined.
 
     Raises:
-        RuntimeError: wrong dtype, shape or device, `row_start` not monotone or not ending at T, `num_accepted`
-            outside -1..rows-1.
+        RuntimeError: wrong dtype, shape or device, `row_start` not monotone or not ending at T,
+            `num_accepted` outside -1..rows-1.
 
     Source: arXiv 2609.14717, the rejected rows m+1..b-1 of a verified block.
     """

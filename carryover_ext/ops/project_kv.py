@@ -32,19 +32,22 @@ def project_kv(
 ) -> tuple[Tensor, Tensor]:
     """Projects tapped target features to K and V of all drafter layers.
 
-    For each row: ``u = fc(f)``; with ``pre_norm`` ``u += E`` on carried rows; ``h = rmsnorm(u) * norm_weight``; with
-    ``post_norm`` ``h += E`` on carried rows; ``K, V = kv_weight h``; K is RMS-normed per head, scaled by
-    `k_norm_weight` and rotated (RoPE, neox style) at the row's position. V is neither normed nor rotated. Norms and
-    rotation accumulate in float32 (float64 for float64 inputs); h is rounded to the dtype before the second GEMM.
+    For each row: ``u = fc(f)``; with ``pre_norm`` ``u += E`` on carried rows; ``h = rmsnorm(u) *
+    norm_weight``; with ``post_norm`` ``h += E`` on carried rows; ``K, V = kv_weight h``; K is RMS-normed per
+    head, scaled by `k_norm_weight` and rotated (RoPE, neox style) at the row's position. V is neither normed
+    nor rotated. Norms and rotation accumulate in float32 (float64 for float64 inputs); h is rounded to the
+    dtype before the second GEMM.
 
     Args:
         features: ``[T, F]`` float32, bfloat16 or float64: the tapped layers of a row side by side.
-        positions: ``[T]`` int32, the RoPE position of each row, below P; -1 marks a padding row, whose K and V are 0.
+        positions: ``[T]`` int32, the RoPE position of each row, below P; -1 marks a padding row, whose K and
+            V are 0.
         fc_weight: ``[H, F]``, dtype of `features` like all weights but `cos_sin`.
         norm_weight: ``[H]``.
         kv_weight: ``[L*2*nkv*d, H]``, layer by layer, in each the K rows and then the V rows.
         k_norm_weight: ``[L, d]``.
-        cos_sin: ``[P, rot]`` float32: rot/2 columns of cosines, then rot/2 of sines; rot <= d (partial rotary).
+        cos_sin: ``[P, rot]`` float32: rot/2 columns of cosines, then rot/2 of sines; rot <= d (partial
+            rotary).
         carry_embedding: ``[H]`` or None: E, the learned embedding of carried rows.
         carried: ``[T]`` bool or None: rows that get the embedding; needs `carry_embedding`.
         eps: of both norms.
@@ -56,22 +59,23 @@ def project_kv(
     Differentiable in `features`, all weights and `carry_embedding`. T = 0 gives empty results.
 
     Raises:
-        RuntimeError: wrong dtype, shape or device, a position outside -1..P-1, `carried` without an embedding.
+        RuntimeError: wrong dtype, shape or device, a position outside -1..P-1, `carried` without an
+            embedding.
         ValueError: unknown `carry_embed_at`.
 
     Source: DFlash (arXiv 2602.06036) for the projection, arXiv 2609.14717 for the embedding.
     """
     before = embed_before_norm(carry_embed_at)
     return _ops.project_kv(
-        features, positions, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding, carried,
-        eps=eps, carry_pre_norm=before,
+        features, positions, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding,
+        carried, eps=eps, carry_pre_norm=before,
     )  # fmt: skip
 
 
 @torch.library.register_fake("carryover_ext::project_kv")
 def _fake(
-    features, positions, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding, carried, *,
-    eps, carry_pre_norm,
+    features, positions, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding, carried,
+    *, eps, carry_pre_norm,
 ):  # fmt: skip
     layers, dim = k_norm_weight.shape
     heads = kv_weight.shape[0] // (2 * layers * dim)
@@ -91,8 +95,10 @@ def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
 
 
 def _backward(ctx, grad_k, grad_v):
-    """The formula written out, from recomputed intermediates: only the inputs are kept by the forward pass."""
-    features, positions, fc, norm_weight, kv_weight, k_norm_weight, cos_sin, embedding, carried = ctx.saved_tensors
+    """The formula written out, on recomputed intermediates: the forward pass keeps its inputs only."""
+    features, positions, fc, norm_weight, kv_weight, k_norm_weight, cos_sin, embedding, carried = (
+        ctx.saved_tensors
+    )
     dtype = features.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     layers, dim = k_norm_weight.shape
@@ -128,7 +134,7 @@ def _backward(ctx, grad_k, grad_v):
     gk = torch.cat((a * cos + b * sin, b * cos - a * sin, rest), -1)
     grad_k_norm = (gk * k_normed).sum((0, 2)).to(dtype)
     gk = _norm_backward(gk * k_norm_weight.to(wide)[:, None, :], k_normed, k_scale)
-    gkv = torch.stack((gk, gv), 2).to(dtype).view(rows, -1)
+    gkv = torch.stack((gk, gv), 2).to(dtype).flatten(1)
 
     # Second GEMM, first epilogue, first GEMM.
     grad_kv = gkv.t() @ h
