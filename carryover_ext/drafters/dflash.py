@@ -63,6 +63,7 @@ class DFlashDrafter(nn.Module):
         # Bound target tensors and caches are plain attributes: they are not part of the checkpoint.
         self._embed: Tensor | None = None
         self._head: Tensor | None = None
+        self._head_key: tuple[object, ...] | None = None
         self._embed_scale = 1.0
         self._soft_cap: float | None = None
         self._packed: _Packed | None = None
@@ -152,11 +153,15 @@ class DFlashDrafter(nn.Module):
         # Gemma rounds its scale to the dtype of the embedding before it multiplies.
         self._embed_scale = float(torch.tensor(scale, dtype=embed_tokens_weight.dtype))
         self._soft_cap = logit_soft_cap if c.final_logit_softcapping is None else c.final_logit_softcapping
+        key = (lm_head_weight.data_ptr(), reference.dtype, reference.device, None if self.d2t is None else (self.d2t.data_ptr(), self.d2t._version))
+        if self._head_key != key:
+            with torch.inference_mode(False), torch.no_grad():  # bound while decoding, it must still serve training
+                head = lm_head_weight.detach()
+                if self.d2t is not None:
+                    head = head[self.d2t.to(head.device)]
+                self._head = head.to(device=reference.device, dtype=reference.dtype).contiguous()
+        self._head_key = key
         self._embed = embed_tokens_weight.detach()
-        head = lm_head_weight.detach()
-        if self.d2t is not None:
-            head = head[self.d2t.to(head.device)]
-        self._head = head.to(device=reference.device, dtype=reference.dtype).contiguous()
         return self
 
     # -- weights -----------------------------------------------------------------------------------------------------
@@ -172,7 +177,8 @@ class DFlashDrafter(nn.Module):
         """Table ``[>= length, rot]`` float32 on the drafter's device; grows by doubling."""
         if self._rotary is None or self._rotary.shape[0] < length or self._rotary.device != self.device:
             size = max(length, self.config.block_size, 2 * (0 if self._rotary is None else self._rotary.shape[0]))
-            self._rotary = rotary_table(self.config, size, self.device)
+            with torch.inference_mode(False):  # a table made while decoding must still serve training
+                self._rotary = rotary_table(self.config, size, self.device)
         return self._rotary
 
     def kv_weights(self, cos_sin: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor | None, ...]:
@@ -195,7 +201,7 @@ class DFlashDrafter(nn.Module):
             return self._packed
         key = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters())
         if self._packed is None or self._packed.key != key:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 empty = torch.empty(0)
                 kv = tuple(None if w is None else w.detach() for w in self.kv_weights(empty))
                 layers = [tuple(w.detach() for w in layer.fused()) for layer in self.layers]

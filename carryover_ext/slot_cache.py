@@ -1,0 +1,160 @@
+"""A preallocated key/value cache for Transformers targets in which every request has its own length.
+
+Rows are written at each request's own length, so a ragged batch needs no padding positions, and rolling back rejected rows is
+simply not advancing the length: nothing is cropped, moved or concatenated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "carryover_slots"
+
+
+class _Step:
+    """Where the rows of the forward in progress go; shared by all layers."""
+
+    def __init__(self) -> None:
+        self.start: int | None = None  # all requests have this length: a slice instead of an index
+        self.index: Tensor | None = None  # [B * nkv * q] flat slots
+        self.used = 0  # slots that attention looks at
+        self.rows = 0
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, ``[B, nkv, capacity, d]``, allocated at the first update."""
+
+    is_sliding = False
+
+    def __init__(self, step: _Step, batch: int, capacity: int) -> None:
+        super().__init__()
+        self.step, self.batch, self.capacity = step, batch, capacity
+        self.keys: Tensor
+        self.values: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        heads = key_states.shape[1]
+        self.keys = key_states.new_zeros(self.batch, heads, self.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(self.batch, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self.step
+        if step.start is not None:
+            self.keys.narrow(2, step.start, step.rows).copy_(key_states)
+            self.values.narrow(2, step.start, step.rows).copy_(value_states)
+        else:
+            d = self.keys.shape[-1]
+            self.keys.view(-1, d).index_copy_(0, step.index, key_states.reshape(-1, d))
+            self.values.view(-1, d).index_copy_(0, step.index, value_states.reshape(-1, d))
+        return self.keys.narrow(2, 0, step.used), self.values.narrow(2, 0, step.used)
+
+    def get_seq_length(self) -> int:
+        return self.step.used - self.step.rows
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.step.used, 0
+
+
+class SlotCache(Cache):
+    """The cache of a :class:`carryover_ext.targets.TappedTarget`.
+
+    Attributes:
+        lens: ``[B]`` int32 on the device, committed rows of each request.
+        host_lens: the same numbers as a list, kept in step by :meth:`advance`.
+        capacity: slots of each request.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int, kv_heads: int, device: torch.device | str = "cpu") -> None:
+        self.step = _Step()
+        super().__init__(layers=[SlotLayer(self.step, batch, capacity) for _ in range(layers)])
+        self.batch, self.capacity, self.kv_heads = batch, capacity, kv_heads
+        self.lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.host_lens = [0] * batch
+
+    def begin(self, rows: int) -> Tensor:
+        """Prepare for a forward of ``rows`` new rows a request; returns their positions ``[B, rows]`` int64.
+
+        Raises ValueError when a request has no room for them.
+        """
+        longest = max(self.host_lens, default=0)
+        if longest + rows > self.capacity:
+            raise ValueError(f"rows={rows}: a request already has {longest} rows and the cache holds capacity={self.capacity}")
+        step, device = self.step, self.lens.device
+        step.rows, step.used = rows, longest + rows
+        positions = self.lens.to(torch.int64)[:, None] + torch.arange(rows, device=device)
+        step.start = longest if min(self.host_lens, default=0) == longest else None
+        if step.start is None:
+            heads = torch.arange(self.batch * self.kv_heads, device=device).view(self.batch, self.kv_heads, 1)
+            step.index = (heads * self.capacity + positions[:, None, :]).reshape(-1)
+        return positions
+
+    def advance(self, num_committed: Tensor, host: list[int] | None = None) -> None:
+        """Keep the first ``num_committed [B]`` rows of the last forward. ``host``: the same numbers, when already known."""
+        self.lens.add_(num_committed.to(torch.int32))
+        counts = num_committed.tolist() if host is None else host
+        self.host_lens = [a + int(b) for a, b in zip(self.host_lens, counts, strict=True)]
+
+    def reset_rows(self, rows: list[int] | None = None) -> None:
+        """Forget the committed rows of the given requests (None: of all)."""
+        for i in range(self.batch) if rows is None else rows:
+            if not 0 <= i < self.batch:
+                raise IndexError(f"rows={rows}: must be in 0..{self.batch - 1}")
+            self.lens[i] = 0
+            self.host_lens[i] = 0
+
+
+def attention_mask(positions: Tensor, used: int, window: int, repeat: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask ``[B, 1, repeat * rows, used]``: slot s is visible at position t when ``s <= t`` (and ``t - s < window``).
+
+    The rows are tiled ``repeat`` times for the query heads that share a key head, see :func:`slot_attention`.
+    """
+    slots = torch.arange(used, device=positions.device)
+    visible = slots <= positions[..., None]
+    if window > 0:
+        visible &= positions[..., None] - slots < window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(~visible, float("-inf"))
+    return mask.repeat(1, repeat, 1)[:, None]
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Grouped-query attention without copying keys: the query heads of a key head become further query rows.
+
+    ``query [B, nh, q, d]``, ``key`` and ``value [B, nkv, used, d]``, mask from :func:`attention_mask` -> ``[B, q, nh, d]``.
+    With a soft cap (Gemma 2) the scores are formed in the open: ``cap * tanh(s / cap)`` before the mask.
+    """
+    batch, heads, rows, d = query.shape
+    packed = query.reshape(batch, key.shape[1], -1, d)
+    if softcap:
+        scores = torch.matmul(packed, key.transpose(2, 3)) * (d**-0.5 if scaling is None else scaling)
+        scores = torch.tanh(scores / softcap) * softcap
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        out = torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype), value)
+    else:
+        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.view(batch, heads, rows, -1).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, slot_attention)

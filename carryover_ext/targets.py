@@ -1,0 +1,224 @@
+"""Transformers models as targets: taps by forward hooks, a slot cache, logits for the rows that need them and no others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .pretrained import load_target, load_tokenizer
+from .slot_cache import ATTENTION, SlotCache, attention_mask
+
+__all__ = ["TappedTarget", "load_target", "load_tokenizer"]
+
+# Families whose decoder takes one mask, and those that take one for each layer type.
+ONE_MASK = frozenset({"llama", "mistral", "gemma"})
+MASK_BY_TYPE = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text"})
+PREFILL_CHUNK = 1024
+
+
+class TappedTarget:
+    """A causal language model of the Llama, Mistral, Qwen2, Qwen3 or Gemma 1-3 families, tapped at decoder layers.
+
+    Tap id k is the output of decoder layer k (``hidden_states[k + 1]`` in Transformers), before the final norm. Hooks keep the
+    tapped layers' outputs and nothing else. The model is used as it is; :meth:`close` removes the hooks.
+
+    Args:
+        model: a ``...ForCausalLM``, in eval mode.
+        tap_ids: decoder layers to tap, in the order in which their states are laid side by side. Empty: no features.
+    """
+
+    def __init__(self, model: nn.Module, tap_ids: Sequence[int] = ()) -> None:
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model  # type: ignore[operator]
+        config = decoder.config
+        family = config.model_type
+        if family not in ONE_MASK | MASK_BY_TYPE:
+            raise ValueError(f"model_type={family!r}: must be one of {sorted(ONE_MASK | MASK_BY_TYPE)}")
+        if getattr(config, "use_bidirectional_attention", False):
+            raise ValueError("use_bidirectional_attention=True: the target must be causal")
+        self.model, self.decoder, self.config = model.eval(), decoder, config
+        self.layers: nn.ModuleList = decoder.layers
+        self.tap_ids = list(tap_ids)
+        for tap in self.tap_ids:
+            if not 0 <= tap < len(self.layers):
+                raise ValueError(f"tap_ids={self.tap_ids}: the target has decoder layers 0..{len(self.layers) - 1}, not {tap}")
+        self.head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        names = inspect.signature(decoder.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._taps: dict[int, Tensor] = {}
+        self._hooks = [self.layers[tap].register_forward_hook(self._keep(tap)) for tap in self.tap_ids]
+
+    def _keep(self, tap: int) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._taps[tap] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    def close(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> TappedTarget:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.head_weight.shape[0])
+
+    @property
+    def max_length(self) -> int:
+        """Positions that the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def embed_weight(self) -> Tensor:
+        return self.decoder.get_input_embeddings().weight
+
+    @property
+    def embed_scale(self) -> float:
+        """Factor that the model applies to its embeddings: ``sqrt(hidden_size)`` in the Gemma families, otherwise 1."""
+        return self.hidden_size**0.5 if self.config.model_type.startswith("gemma") else 1.0
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.head.weight  # type: ignore[return-value]
+
+    @property
+    def device(self) -> torch.device:
+        return self.head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head_weight.dtype
+
+    def bind(self, drafter: Any) -> Any:
+        """Give a drafter this target's embedding and head, and check that it was made for this target."""
+        return drafter.bind(
+            self.embed_weight,
+            self.head_weight,
+            embed_scale=self.embed_scale,
+            logit_soft_cap=self.soft_cap,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            tap_ids=self.tap_ids or None,
+        )
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+    def new_cache(self, batch: int, capacity: int) -> SlotCache:
+        """An empty cache for ``batch`` requests; ``capacity`` includes the rows of a block past the last committed one."""
+        return SlotCache(self.num_layers, batch, capacity, int(self.config.num_key_value_heads), self.device)
+
+    def _window(self, kind: str) -> int:
+        sliding = kind == "sliding_attention" or (self.config.model_type == "mistral")
+        return int(getattr(self.config, "sliding_window", None) or 0) if sliding else 0
+
+    def _masks(self, positions: Tensor, cache: SlotCache) -> Any:
+        used = cache.step.used
+        repeat = int(self.config.num_attention_heads) // int(self.config.num_key_value_heads)
+
+        def make(kind: str) -> Tensor | None:
+            window = self._window(kind)
+            # One row of requests of one length: every slot in use is visible, so there is nothing to mask.
+            if positions.shape[1] == 1 and cache.step.start is not None and not 0 < window < used:
+                return None
+            return attention_mask(positions, used, window, repeat, self.dtype)
+
+        if self.config.model_type in ONE_MASK:
+            mask = make("full_attention")
+            # Without any mask the model would build its own for a cache that it does not know.
+            return attention_mask(positions, used, 0, repeat, self.dtype) if mask is None else mask
+        return {kind: make(kind) for kind in set(self.config.layer_types)}
+
+    def forward(self, cache: SlotCache, tokens: Tensor) -> Tensor:
+        """Run the decoder over ``tokens [B, q]`` int64 after each request's committed rows: normed rows ``[B, q, Ht]``.
+
+        The rows are written behind the committed ones and count as committed only after ``cache.advance``.
+        """
+        positions = cache.begin(tokens.shape[1])
+        config = self.config
+        before = config._attn_implementation
+        config._attn_implementation = ATTENTION
+        try:
+            out = self.decoder(
+                input_ids=tokens,
+                attention_mask=self._masks(positions, cache),
+                position_ids=positions,
+                use_cache=True,
+                **{self._cache_name: cache},
+            )
+        finally:
+            config._attn_implementation = before
+        return out.last_hidden_state
+
+    def features(self) -> Tensor | None:
+        """Tapped states of the last forward, side by side: ``[B, q, n * Ht]``; None without taps."""
+        if not self.tap_ids:
+            return None
+        states = [self._taps[tap] for tap in self.tap_ids]
+        self._taps.clear()
+        return torch.cat(states, -1)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Head (and final soft cap) over normed rows ``[..., Ht]`` -> ``[..., V]``."""
+        out = self.head(rows)
+        if self.soft_cap:
+            out = torch.tanh(out / self.soft_cap) * self.soft_cap
+        return out
+
+    def prefill(self, cache: SlotCache, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Commit ragged prompts (int64 ``[n_i]``, at least one token each) into an empty cache.
+
+        Returns logits of each last row ``[B, V]``, features ``[T, n * Ht]`` of all rows packed by request (None without taps), and
+        ``row_start [B+1]`` int32. Short prompts are padded on the right; padding is overwritten before anything can see it.
+        """
+        lengths = [int(p.numel()) for p in prompts]
+        for i, n in enumerate(lengths):
+            if n < 1:
+                raise ValueError(f"prompts[{i}] is empty: a prompt needs at least one token")
+        longest, device = max(lengths), self.device
+        padded = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
+        for i, prompt in enumerate(prompts):
+            padded[i, : lengths[i]] = prompt
+        size = torch.tensor(lengths, device=device)
+        last = torch.zeros(len(prompts), self.hidden_size, dtype=self.dtype, device=device)
+        packed: list[list[Tensor]] = [[] for _ in prompts]
+        for start in range(0, longest, PREFILL_CHUNK):
+            chunk = padded[:, start : start + PREFILL_CHUNK]
+            rows = self.forward(cache, chunk)
+            features = self.features()
+            # Padding counts as committed until the last chunk is through, so that all requests stay aligned.
+            cache.advance(torch.full_like(cache.lens, chunk.shape[1]), [chunk.shape[1]] * len(prompts))
+            for i, n in enumerate(lengths):
+                if start < n <= start + chunk.shape[1]:
+                    last[i] = rows[i, n - 1 - start]
+                if features is not None and n > start:
+                    packed[i].append(features[i, : n - start])
+        cache.lens.copy_(size)
+        cache.host_lens = list(lengths)
+        row_start = F.pad(size.cumsum(0), (1, 0)).to(torch.int32)
+        merged = torch.cat([f for request in packed for f in request]) if self.tap_ids else None
+        return self.logits(last), merged, row_start
+
+    def verify(self, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Run a block ``[B, b]`` int64: logits ``[B, b, V]`` and features ``[B, b, n * Ht]`` of every row, accepted or not."""
+        rows = self.forward(cache, tokens)
+        return self.logits(rows), self.features()
