@@ -286,7 +286,7 @@ class DFlashDrafter(nn.Module):
             cache.cos_sin,
             embedding,
             eps=self.config.rms_norm_eps,
-            carry_pre_norm=self.config.carry_embed_at == "pre_norm",
+            carry_embed_at=self.config.carry_embed_at,
             carry=carry and self.config.carryover,
         )
         cache.lens.add_(num_accepted + 1)
