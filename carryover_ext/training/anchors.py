@@ -1,0 +1,70 @@
+"""Batches of anchors: which recorded positions a step drafts from, and the labels of the slots after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from carryover_ext.training.features import FeatureStore
+
+
+@dataclass
+class Batch:
+    """S recorded sequences, right-padded to T, and N anchors of each.
+
+    ids ``[S, T]``; lengths ``[S]``; prompt_lens ``[S]``; features ``[S, T, F]``; top_ids, top_probs ``[S, T, k]``;
+    anchors ``[S, N]`` int64 and valid ``[S, N]`` bool (False: the sequence has fewer positions than N).
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    prompt_lens: Tensor
+    features: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+    anchors: Tensor
+    valid: Tensor
+
+
+def load_batch(store: FeatureStore, picks: list[int], num_anchors: int, generator: torch.Generator) -> Batch:
+    """Reads sequences and draws anchors without replacement from each response.
+
+    An anchor is a response token with at least one token after it: the first response token is the anchor of the first
+    round (the target's own prefill gave it), and its context is the prompt.
+    """
+    rows = [store[i] for i in picks]
+    s, t = len(rows), max(len(r.ids) for r in rows)
+    width, k = rows[0].features.shape[1], rows[0].top_ids.shape[1]
+    ids = torch.zeros(s, t, dtype=torch.int64)
+    features = torch.zeros(s, t, width, dtype=rows[0].features.dtype)
+    top_ids = torch.zeros(s, t, k, dtype=torch.int64)
+    top_probs = torch.zeros(s, t, k)
+    anchors = torch.zeros(s, num_anchors, dtype=torch.int64)
+    valid = torch.zeros(s, num_anchors, dtype=torch.bool)
+    for j, r in enumerate(rows):
+        n = len(r.ids)
+        ids[j, :n], features[j, :n], top_ids[j, :n], top_probs[j, :n] = r.ids, r.features, r.top_ids, r.top_probs
+        span = n - 1 - r.prompt_len
+        count = min(span, num_anchors)
+        picked = torch.randperm(span, generator=generator)[:count].sort().values + r.prompt_len
+        anchors[j, :count], valid[j, :count] = picked, True
+        anchors[j, count:] = r.prompt_len
+    lengths = torch.tensor([len(r.ids) for r in rows])
+    prompt_lens = torch.tensor([r.prompt_len for r in rows])
+    return Batch(ids, lengths, prompt_lens, features, top_ids, top_probs, anchors, valid)
+
+
+def slot_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+    """Labels of slots 1..b-1 of each block: ``positions [S, N, b-1]`` (clamped to the batch) and ``inside`` (bool)."""
+    positions = anchors[..., None] + torch.arange(1, block_size)
+    inside = positions < batch.lengths[:, None, None]
+    return positions.clamp(max=batch.ids.shape[1] - 1), inside
+
+
+def gather_rows(values: Tensor, positions: Tensor) -> Tensor:
+    """``values [S, T, ...]`` at ``positions [S, ...]`` of each sequence."""
+    s = values.shape[0]
+    index = torch.arange(s).view(s, *([1] * (positions.dim() - 1)))
+    return values[index, positions]

@@ -1,0 +1,65 @@
+"""Who generates the recorded answers: this package's own engine, or vLLM where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from carryover_ext.training.recordings import Backend
+
+
+def engine_backend(
+    target: Any, *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], batch: int, seed: int
+) -> Backend:
+    """Plain decoding with :func:`carryover_ext.engine.generate` in batches of prompts of similar length."""
+    from carryover_ext.engine import generate
+
+    def run(prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
+        answers: list[tuple[list[int], str]] = [([], "length")] * len(prompts)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), batch):
+            part = order[start : start + batch]
+            out = generate(
+                target,
+                None,
+                [prompts[i] for i in part],
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                stop_token_ids=list(stop_token_ids),
+                seed=seed + start,
+            )
+            for i, tokens in zip(part, out.tokens, strict=True):
+                stopped = bool(tokens) and tokens[-1] in stop_token_ids
+                answers[i] = (list(tokens), "stop" if stopped else "length")
+        return answers
+
+    return run
+
+
+def vllm_backend(
+    target: str, *, max_new_tokens: int, temperature: float, max_prompt_tokens: int, batch: int, seed: int
+) -> Backend:
+    """Continuous batching by vLLM; ``target`` is a folder or hub id.
+
+    Raises:
+        RuntimeError: vLLM cannot be imported.
+    """
+    try:
+        from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as e:
+        raise RuntimeError(f"backend='vllm' needs vLLM in this environment ({e}); use backend='engine'") from e
+    llm = LLM(
+        target,
+        dtype="bfloat16",
+        max_model_len=max_prompt_tokens + max_new_tokens + 8,
+        max_num_seqs=batch,
+        enable_prefix_caching=False,
+        seed=seed,
+    )
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
+
+    def run(prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
+        out = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+        return [(list(o.outputs[0].token_ids), str(o.outputs[0].finish_reason)) for o in out]
+
+    return run

@@ -1,0 +1,304 @@
+"""`carryover record`, `carryover train`, `carryover evaluate`: arguments and what they run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carryover_ext.config import CarryoverConfig, DrafterConfig, default_target_layer_ids
+from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
+
+# every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
+HOLDOUT = 32
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id")
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="JSON-lines files of prompts")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the recording (resumed when it exists)")
+    parser.add_argument("--limit", type=int, help="prompts of each file")
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--max-prompt-tokens", type=int, default=288)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--shard-size", type=int, default=256, help="prompts a shard: what a killed run can lose")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_record(args: argparse.Namespace) -> int:
+    from carryover_ext.pretrained import load_target, load_tokenizer, stop_token_ids, target_path
+    from carryover_ext.training.backends import engine_backend, vllm_backend
+    from carryover_ext.training.recordings import load_prompts, record
+
+    tokenizer = load_tokenizer(args.target)
+    prompts = load_prompts(args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit)
+    if not prompts:
+        raise ValueError(f"--prompts: nothing of at most {args.max_prompt_tokens} tokens in {args.prompts}")
+    common = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    if args.backend == "vllm":
+        backend = vllm_backend(
+            target_path(args.target), max_prompt_tokens=args.max_prompt_tokens, batch=args.batch, **common
+        )
+    else:
+        from carryover_ext.targets import TappedTarget
+
+        model, _ = load_target(args.target)
+        backend = engine_backend(
+            TappedTarget(model), stop_token_ids=stop_token_ids(model), batch=args.batch, **common
+        )
+    settings = {"target": str(args.target), **common}
+    with _progress("recording") as bar:
+        task = bar.add_task("recording", total=len(prompts), note="")
+        start = time.monotonic()
+
+        def show(done: int, total: int, tokens: int) -> None:
+            rate = tokens / max(1e-9, time.monotonic() - start)
+            bar.update(task, completed=done, note=f"{tokens:,} response tokens, {rate:.0f} tokens/s")
+
+        record(prompts, backend, args.out, settings=settings, shard_size=args.shard_size, progress=show)
+    print(f"recorded {len(prompts)} answers in {args.out}")
+    return 0
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id")
+    parser.add_argument("--recordings", type=Path, required=True, help="folder made by `carryover record`")
+    parser.add_argument("--features", type=Path, help="cache of target features (default: beside the recordings)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run (resumed when it exists)")
+    parser.add_argument("--init", type=Path, help="checkpoint to start from (default: the target's own late layers)")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--intermediate", type=int, help="MLP channels (default: the target's)")
+    parser.add_argument("--taps", type=int, default=5)
+    parser.add_argument("--block", type=int, default=8)
+    parser.add_argument("--mask-token", type=int, default=16, help="a reserved token of the target")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="0 = the target's whole vocabulary")
+    parser.add_argument("--carry-embed-at", choices=("pre_norm", "post_norm"), default="pre_norm")
+    parser.add_argument("--carry-positions", choices=("verify", "shifted"), default="verify")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--save-every", type=float, default=60.0, help="seconds between saved states")
+    for f in fields(TrainSettings):
+        name = "--" + f.name.replace("_", "-")
+        if f.name == "objective":
+            parser.add_argument(name, choices=OBJECTIVES, default=f.default)
+        else:
+            parser.add_argument(name, type=type(f.default), default=f.default)
+
+
+def _progress(title: str) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+    )
+
+
+def _store(recordings: Path, features: Path, *, holdout: bool) -> Any:
+    from carryover_ext.training.features import FeatureStore
+
+    return FeatureStore(recordings, features, keep=lambda index: (index % HOLDOUT == 0) == holdout)
+
+
+def _features(args: argparse.Namespace, target: Any) -> Path:
+    from carryover_ext.training.features import build_features
+
+    folder: Path = args.features or args.recordings.with_name(args.recordings.name + "-features")
+    with _progress("target features") as bar:
+        task = bar.add_task("features", total=None, note="shards")
+        build_features(
+            args.recordings, folder, target, progress=lambda done, n: bar.update(task, completed=done, total=n)
+        )
+    return folder
+
+
+def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
+    heads = model_config.num_attention_heads
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    return DrafterConfig(
+        hidden_size=model_config.hidden_size,
+        intermediate_size=args.intermediate or model_config.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=model_config.num_key_value_heads,
+        head_dim=getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
+        vocab_size=model_config.vocab_size,
+        num_target_layers=model_config.num_hidden_layers,
+        target_layer_ids=default_target_layer_ids(args.taps, model_config.num_hidden_layers),
+        mask_token_id=args.mask_token,
+        block_size=args.block,
+        rope_theta=float(rope.get("rope_theta", 10000.0)),
+        rms_norm_eps=model_config.rms_norm_eps,
+        max_position_embeddings=model_config.max_position_embeddings,
+        draft_vocab_size=args.draft_vocab or None,
+    )
+
+
+def _start(args: argparse.Namespace, model: Any) -> tuple[DrafterConfig, dict[str, Tensor], Tensor | None]:
+    """Config, weights (empty: to be made from the target) and draft vocabulary to start from."""
+    if args.init is None:
+        config, weights, vocab = _new_config(args, model.config), {}, None
+    else:
+        config = DrafterConfig.from_pretrained(args.init)
+        weights, vocab = load_weights(args.init)
+    if args.objective == "carryover":
+        config.carryover_config = CarryoverConfig(True, args.carry_embed_at, args.carry_positions)
+    return config, weights, vocab
+
+
+def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Checkpoint weights in float32 and the draft vocabulary (None = all tokens)."""
+    from carryover_ext.drafters.checkpoint import read_tensors
+
+    tensors = read_tensors(folder)
+    vocab = tensors.pop("d2t", None)
+    return {k: v.float() for k, v in tensors.items()}, vocab
+
+
+def save_checkpoint(folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None) -> None:
+    """Writes ``config.json`` and bf16 ``model.safetensors``."""
+    from carryover_ext.drafters.checkpoint import write_tensors
+
+    tensors = {k: v.to(torch.bfloat16) for k, v in weights.items()}
+    if vocab is not None:
+        tensors["d2t"] = vocab
+    config.save_pretrained(folder)
+    write_tensors(folder, tensors)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from carryover_ext.pretrained import load_target
+    from carryover_ext.training import cost, initial
+    from carryover_ext.training.draft_verify_draft import Head
+    from carryover_ext.training.target_pass import TargetPass
+    from carryover_ext.training.trainer import train
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
+    model, _ = load_target(args.target)
+    config, weights, vocab = _start(args, model)
+    target = TargetPass(model, config.target_layer_ids)
+    folder = _features(args, target)
+    store = _store(args.recordings, folder, holdout=False)
+    rms = initial.tap_rms(store)
+    if not weights:
+        weights = initial.from_target(config, target, rms)
+        if config.draft_vocab_size:
+            vocab, covered = initial.draft_vocabulary(store, config.vocab_size, config.draft_vocab_size)
+            print(f"draft vocabulary: {config.draft_vocab_size} tokens cover {covered:.2%} of the responses")
+    else:
+        weights["fc.weight"] = weights["fc.weight"] * rms
+    if config.carryover:
+        weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
+    head = Head.make(target, vocab)
+    trainer = Trainer(config, weights, 1 / rms, head, store, settings, target)
+    length = sum(len(store.recording(i).ids) for i in range(len(store))) // len(store)
+    operations = cost.step_operations(
+        config,
+        sequences=settings.sequences,
+        length=length,
+        anchors=settings.anchors,
+        head_rows=head.head.shape[0],
+        carried=settings.objective == "carryover",
+    )
+    ceiling = cost.matrix_rate()
+    checkpoint = args.out / "checkpoint"
+    print(f"{len(store)} recordings; a step is {operations / 1e9:.0f} GFLOP, the machine does {ceiling / 1e9:.0f} GFLOP/s")
+    with _progress("training") as bar:
+        task = bar.add_task("training", total=settings.steps, note="")
+
+        def show(row: dict[str, float]) -> None:
+            steps = row["steps"]
+            share = operations * steps / (row["seconds"] - row["verify_seconds"]) / ceiling
+            first = f"AL #1 {row['al_first']:.3f}, #2 {row['al']:.3f}" if "al_first" in row else f"AL {row['al']:.3f}"
+            note = f"loss {row['loss']:.3f}, {first}, slot 1 {row['slot1']:.3f}, {share:.0%} of the ceiling"
+            bar.update(task, completed=int(row["step"]), note=note)
+            if not bar.console.is_terminal:
+                bar.console.print(f"{int(row['step'])} {note}", soft_wrap=True)
+
+        def save() -> None:
+            save_checkpoint(checkpoint, config, trainer.export_weights(), vocab)
+
+        train(trainer, args.out, show, save, args.save_every)
+    print(f"trained {settings.steps} steps; checkpoint in {checkpoint}")
+    return 0
+
+
+def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", default="smollm2-135m")
+    parser.add_argument("--recordings", type=Path, required=True)
+    parser.add_argument("--features", type=Path)
+    parser.add_argument("--drafter", type=Path, help="Carryover checkpoint (arms OFF and ON)")
+    parser.add_argument("--baseline", type=Path, help="baseline checkpoint")
+    parser.add_argument("--limit", type=int, default=96, help="held-out recordings")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, help="JSON file")
+
+
+def run_evaluate(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from carryover_ext.pretrained import load_target
+    from carryover_ext.training.draft_verify_draft import Head
+    from carryover_ext.training.evaluation import Arm, as_compute, evaluate_arms
+    from carryover_ext.training.target_pass import TargetPass
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.drafter is None and args.baseline is None:
+        raise ValueError("--drafter or --baseline: name at least one checkpoint")
+    model, _ = load_target(args.target)
+    arms: list[Arm] = []
+    vocab: Tensor | None = None
+    for folder, names in ((args.baseline, ("dflash",)), (args.drafter, ("carryover-off", "carryover"))):
+        if folder is None:
+            continue
+        config = DrafterConfig.from_pretrained(folder)
+        weights, own = load_weights(folder)
+        if arms and not (own is vocab is None or (own is not None and vocab is not None and torch.equal(own, vocab))):
+            raise ValueError(f"--drafter {folder} and --baseline {args.baseline} have different draft vocabularies")
+        vocab = own
+        for name in names if config.carryover else ("dflash",):
+            arms.append(Arm(name, as_compute(weights, model.dtype), config, name == "carryover"))
+    target = TargetPass(model, arms[0].config.target_layer_ids)
+    store = _store(args.recordings, _features(args, target), holdout=True)
+    head = Head.make(target, vocab)
+    with _progress("replaying") as bar:
+        task = bar.add_task("replaying", total=min(args.limit, len(store)), note="")
+        tallies = evaluate_arms(
+            arms,
+            head,
+            store,
+            target,
+            limit=args.limit,
+            batch=args.batch,
+            progress=lambda done, n: bar.update(task, completed=done, total=n),
+        )
+    table = Table("task", *(a.name for a in arms), title="acceptance length on held-out recordings")
+    categories = sorted({c for t in tallies.values() for c in t.rounds})
+    for c in categories:
+        table.add_row(c, *(f"{tallies[a.name].acceptance_length(c):.3f}" for a in arms))
+    table.add_row("all", *(f"{tallies[a.name].acceptance_length():.3f}" for a in arms))
+    Console().print(table)
+    if args.out:
+        result = {
+            name: {
+                "al": t.acceptance_length(),
+                "by_task": {c: t.acceptance_length(c) for c in categories},
+                "rounds": dict(t.rounds),
+                "slot1": t.slot1 / max(1, sum(t.rounds.values())),
+            }
+            for name, t in tallies.items()
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0

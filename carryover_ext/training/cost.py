@@ -1,0 +1,51 @@
+"""Operations of a training step and the machine's measured matrix rate, so that progress can show the share reached."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+
+from carryover_ext.config import DrafterConfig
+
+
+def step_operations(
+    config: DrafterConfig,
+    *,
+    sequences: int,
+    length: int,
+    anchors: int,
+    head_rows: int,
+    carried: bool,
+) -> float:
+    """Floating-point operations (2 a multiply-add) of one optimiser step, forward and backward.
+
+    Counted: matrix products only. Weights that train cost three forwards (forward, gradient of the input, gradient of
+    the weight); the features need no gradient, so ``fc`` costs two; the frozen head costs two (see losses).
+    """
+    h, d, b = config.hidden_size, int(config.head_dim or 0), config.block_size
+    kv = 2 * config.num_key_value_heads * d * h
+    layer = 2 * config.num_attention_heads * d * h + kv + 3 * config.intermediate_size * h
+    rows = sequences * anchors * b
+    carried_rows = sequences * anchors * (b - 1) if carried else 0
+    context_rows = sequences * length
+    fc = config.num_features * h
+    own = b + (b - 1 if carried else 0)
+    attention = 2 * config.num_attention_heads * d * rows * (length + own)
+    layers = config.num_hidden_layers
+    forward_backward = 3 * layers * (rows * layer + (context_rows + carried_rows) * kv + attention)
+    encode = 2 * fc * (context_rows + carried_rows)
+    head = 2 * h * head_rows * sequences * anchors * (b - 1)
+    return 2.0 * (forward_backward + encode + head)
+
+
+def matrix_rate(dtype: torch.dtype = torch.bfloat16, size: int = 1536, repeats: int = 7) -> float:
+    """Operations a second of a large linear layer in ``dtype``: the ceiling that a step is compared with (best of runs)."""
+    x, w = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        F.linear(x, w)
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best

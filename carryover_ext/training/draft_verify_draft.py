@@ -1,0 +1,109 @@
+"""Parallel draft-verify-draft: the drafter's own rejects for many anchors at once (Carryover Drafting, arXiv 2609.14717).
+
+Draft #1 at every anchor without gradient; the recorded tokens say how many drafts hold (on greedy recordings that is the
+target's own judgement); the frozen target computes the hidden states of the drafted blocks in one forward; the rejected
+rows and the next anchors are what draft #2 trains on. Rejects that are not the drafter's own make acceptance collapse
+(DFlow, arXiv 2609.06498), so they are always made with the weights at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carryover_ext.training.anchors import Batch, gather_rows, slot_labels
+from carryover_ext.training.forward import Params, draft_hidden, encode_rows
+from carryover_ext.training.target_pass import TargetPass
+
+
+@dataclass
+class Head:
+    """The rows of the target's embedding and head that the drafter uses.
+
+    embed ``[V, H]``; head ``[Vd, H]``; ids ``[Vd]`` target token of each head row; index ``[V]`` head row of each
+    token or -1.
+    """
+
+    embed: Tensor
+    head: Tensor
+    ids: Tensor
+    index: Tensor
+
+    @classmethod
+    def make(cls, target: TargetPass, vocab: Tensor | None) -> Head:
+        size = target.embed.shape[0]
+        ids = torch.arange(size) if vocab is None else vocab
+        index = torch.full((size,), -1, dtype=torch.int64)
+        index[ids] = torch.arange(len(ids))
+        return cls(target.embed.detach(), target.head.detach()[ids].contiguous(), ids, index)
+
+
+@dataclass
+class Rejects:
+    """What one round left behind, and where the next one starts.
+
+    accepted ``[S, N]``; anchors ``[S, N]`` the next anchors; valid ``[S, N]``; features ``[S, N, b-1, F]`` rejected rows
+    packed to the front, positions ``[S, N, b-1]`` their verify positions, mask ``[S, N, b-1]`` which exist (all None
+    when the target was not asked).
+    """
+
+    accepted: Tensor
+    anchors: Tensor
+    valid: Tensor
+    features: Tensor | None = None
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def block_embeddings(head: Head, config: Any, tokens: Tensor) -> Tensor:
+    """``[S, N, b, H]`` embeddings of blocks that start with ``tokens [S, N]``, masks behind."""
+    masks = torch.full((*tokens.shape, config.block_size - 1), config.mask_token_id, dtype=torch.int64)
+    return head.embed[torch.cat([tokens[..., None], masks], -1)]
+
+
+@torch.no_grad()
+def draft_tokens(hidden: Tensor, head: Head, chunk: int = 2048) -> Tensor:
+    """Greedy tokens ``[S, N, b-1]`` of blocks ``hidden [S, N, b, H]``."""
+    rows = hidden[:, :, 1:].reshape(-1, hidden.shape[-1])
+    best = torch.cat([torch.mm(r, head.head.t()).argmax(-1) for r in rows.split(chunk)])
+    return head.ids[best].view(*hidden.shape[:2], -1)
+
+
+@torch.no_grad()
+def draft_and_verify(
+    p: Params,
+    config: Any,
+    head: Head,
+    batch: Batch,
+    target: TargetPass | None,
+    feature_scale: Tensor,
+) -> Rejects:
+    """One round at every anchor of ``batch``; with ``target`` None only the acceptance is computed.
+
+    ``feature_scale [F]`` multiplies tapped rows before ``fc`` (see :mod:`carryover_ext.training.trainer`).
+    """
+    b = config.block_size
+    context = encode_rows(p, config, batch.features * feature_scale)
+    first = gather_rows(batch.ids, batch.anchors)
+    hidden = draft_hidden(p, config, context, batch.anchors, block_embeddings(head, config, first))
+    drafts = draft_tokens(hidden, head)
+    positions, inside = slot_labels(batch, batch.anchors, b)
+    hit = (drafts == gather_rows(batch.ids, positions)) & inside
+    accepted = hit.int().cumprod(-1).sum(-1)
+    following = batch.anchors + accepted + 1
+    valid = batch.valid & (following < batch.lengths[:, None] - 1)
+    following = torch.where(valid, following, batch.prompt_lens[:, None])
+    rejects = Rejects(accepted, following, valid)
+    if target is not None:
+        _, _, prefix = target.prefix(batch.ids)
+        assert prefix is not None
+        rows = target.blocks(torch.cat([first[..., None], drafts], -1), batch.anchors, prefix)
+        source = accepted[..., None] + 1 + torch.arange(b - 1)  # row of the block
+        rejects.mask = (source < b) & valid[..., None]
+        source = source.clamp(max=b - 1)
+        rejects.features = torch.gather(rows, 2, source[..., None].expand(-1, -1, -1, rows.shape[-1])).clone()
+        rejects.positions = batch.anchors[..., None] + source
+    return rejects

@@ -1,0 +1,136 @@
+"""Cache on disk of what the frozen target says about recordings: tapped rows and top-k next-token probabilities.
+
+The drafter is trained over the same prefixes many times; the target's forward over a prefix is a thousand times the
+cost of reading it back (SmolLM2-135M: 0.27 GFLOP against 5.8 KB a token). One file for each recording shard, memory-mapped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from carryover_ext.training.recordings import Recording, load_shard, shards, write_atomic
+from carryover_ext.training.target_pass import TargetPass
+
+
+@dataclass
+class Sequence:
+    """One recording with its features.
+
+    ids ``[T]`` int64, prompt_len, features ``[T, F]``; top_ids / top_probs ``[T, k]``: the target's k most probable
+    next tokens after each position (zero before the last prompt row).
+    """
+
+    category: str
+    ids: Tensor
+    prompt_len: int
+    features: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+
+
+@torch.inference_mode()
+def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens: int) -> dict[str, Tensor]:
+    lengths = [len(r.ids) for r in rows]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    total, width = int(offsets[-1]), target.head.shape[1] * len(target.tap_ids)
+    taps = torch.empty(total, width, dtype=target.head.dtype)
+    top_ids = torch.zeros(total, top_k, dtype=torch.int32)
+    top_probs = torch.zeros(total, top_k, dtype=torch.float32)
+    order = sorted(range(len(rows)), key=lengths.__getitem__)
+    while order:
+        n = 1
+        while n < len(order) and (n + 1) * lengths[order[n]] <= batch_tokens:
+            n += 1
+        picked, order = order[:n], order[n:]
+        longest = lengths[picked[-1]]
+        ids = torch.zeros(n, longest, dtype=torch.int64)
+        for j, i in enumerate(picked):
+            ids[j, : lengths[i]] = torch.tensor(rows[i].ids)
+        features, hidden, _ = target.prefix(ids, keep_kv=False)
+        for j, i in enumerate(picked):
+            first, start, length = len(rows[i].prompt_ids) - 1, int(offsets[i]), lengths[i]
+            taps[start : start + length] = features[j, :length]
+            logits = torch.mm(hidden[j, first:length], target.head.t()).float()
+            best, best_ids = logits.topk(top_k, -1)
+            top_probs[start + first : start + length] = (best - logits.logsumexp(-1, keepdim=True)).exp()
+            top_ids[start + first : start + length] = best_ids.int()
+    return {"offsets": offsets, "taps": taps, "top_ids": top_ids, "top_probs": top_probs}
+
+
+def build_features(
+    recordings: Path,
+    out: Path,
+    target: TargetPass,
+    *,
+    top_k: int = 8,
+    batch_tokens: int = 4096,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Computes the features of every shard that has none yet (a killed run continues with the next shard).
+
+    Raises:
+        ValueError: ``out`` was made with other taps or another k.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    meta = {"tap_ids": target.tap_ids, "top_k": top_k}
+    path = out / "features.json"
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != meta:
+        raise ValueError(f"out: {out} holds features made with {path.read_text().strip()}, not {meta}; use a new folder")
+    write_atomic(path, json.dumps(meta) + "\n")
+    files = shards(recordings)
+    for done, shard in enumerate(files, 1):
+        file = out / (shard.stem + ".pt")
+        if not file.exists():
+            tensors = _extract(target, load_shard(shard), top_k, batch_tokens)
+            temporary = file.with_suffix(".tmp")
+            torch.save(tensors, temporary)
+            os.replace(temporary, file)
+        if progress:
+            progress(done, len(files))
+
+
+class FeatureStore:
+    """Random access to recordings with features (memory-mapped); ``keep`` selects by number of the recording."""
+
+    def __init__(self, recordings: Path, features: Path, *, keep: Callable[[int], bool] | None = None) -> None:
+        self._maps: list[dict[str, Tensor]] = []
+        self._rows: list[tuple[int, int, Recording]] = []
+        seen = 0
+        self.meta = json.loads((features / "features.json").read_text(encoding="utf-8"))
+        for shard in shards(recordings):
+            file = features / (shard.stem + ".pt")
+            if not file.exists():
+                break  # features are made in the order of the shards
+            self._maps.append(torch.load(file, mmap=True, weights_only=True))
+            for i, row in enumerate(load_shard(shard)):
+                if len(row.response_ids) >= 4 and (keep is None or keep(seen + i)):
+                    self._rows.append((len(self._maps) - 1, i, row))
+            seen += i + 1
+        if not self._rows:
+            raise FileNotFoundError(f"features: nothing usable in {features}; make it with `carryover train --prepare`")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def recording(self, index: int) -> Recording:
+        return self._rows[index][2]
+
+    def __getitem__(self, index: int) -> Sequence:
+        shard, i, row = self._rows[index]
+        data = self._maps[shard]
+        a, b = int(data["offsets"][i]), int(data["offsets"][i + 1])
+        return Sequence(
+            row.category,
+            torch.tensor(row.ids),
+            len(row.prompt_ids),
+            data["taps"][a:b],
+            data["top_ids"][a:b],
+            data["top_probs"][a:b],
+        )

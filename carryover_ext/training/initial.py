@@ -1,0 +1,76 @@
+"""Where training starts: the target's own late layers, the draft vocabulary and the scale of the taps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carryover_ext.config import DrafterConfig
+from carryover_ext.training.features import FeatureStore
+from carryover_ext.training.target_pass import TargetPass
+
+
+def tap_rms(store: FeatureStore, sequences: int = 256, skip: int = 4) -> Tensor:
+    """RMS of every tapped dimension ``[F]`` over the first sequences; the first rows of a sequence (attention sinks
+    with enormous states) are left out."""
+    total: Tensor | None = None
+    rows = 0
+    for i in range(min(sequences, len(store))):
+        x = store[i].features[skip:].float()
+        total = x.square().sum(0) if total is None else total + x.square().sum(0)
+        rows += len(x)
+    assert total is not None
+    return (total / rows).sqrt().clamp(min=1e-6)
+
+
+def draft_vocabulary(store: FeatureStore, vocab_size: int, size: int) -> tuple[Tensor, float]:
+    """The ``size`` most frequent tokens of responses (prompts count a quarter), sorted, and the share of response
+    tokens that they cover."""
+    counts = torch.zeros(vocab_size)
+    response = torch.zeros(vocab_size)
+    for i in range(len(store)):
+        row = store.recording(i)
+        response += torch.bincount(torch.tensor(row.response_ids), minlength=vocab_size)
+        counts += 0.25 * torch.bincount(torch.tensor(row.prompt_ids), minlength=vocab_size)
+    counts += response
+    ids = counts.topk(size).indices.sort().values
+    return ids, float(response[ids].sum() / response.sum())
+
+
+def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[str, Tensor]:
+    """Initial weights: drafter layer i copies the target's layer L - n + i, ``fc`` passes the last tap on.
+
+    With fewer MLP channels than the target the strongest (by the norms of their three weight vectors) are kept.
+    ``fc`` works on rows divided by ``rms``; ``hidden_norm`` takes the scale back, so that the keys and values of
+    the first layer start as the target's own.
+    """
+    layers: Any = target.decoder.layers
+    h = config.hidden_size
+    if layers[0].mlp.up_proj.weight.shape[1] != h:
+        raise ValueError(f"hidden_size={h} differs from the target's; a start from its layers needs the same size")
+    first = len(layers) - config.num_hidden_layers
+    last = rms[-h:]
+    weights: dict[str, Tensor] = {}
+    fc = torch.zeros(h, config.num_features)
+    fc[:, -h:] = torch.eye(h)
+    weights["fc.weight"] = fc
+    scale = last / last.square().mean().sqrt()
+    weights["hidden_norm.weight"] = layers[first].input_layernorm.weight.detach().float() * scale
+    weights["norm.weight"] = target.decoder.norm.weight.detach().float()
+    for i in range(config.num_hidden_layers):
+        source, name = layers[first + i], f"layers.{i}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{name}{norm}.weight"] = getattr(source, norm).weight.detach().float()
+        for proj in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            weights[f"{name}self_attn.{proj}.weight"] = getattr(source.self_attn, proj).weight.detach().float()
+        for norm in ("q_norm", "k_norm"):
+            weights[f"{name}self_attn.{norm}.weight"] = torch.ones(int(config.head_dim or 0))
+        gate, up, down = (getattr(source.mlp, f"{n}_proj").weight.detach().float() for n in ("gate", "up", "down"))
+        strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+        keep = strength.topk(config.intermediate_size).indices.sort().values
+        weights[f"{name}mlp.gate_proj.weight"] = gate[keep]
+        weights[f"{name}mlp.up_proj.weight"] = up[keep]
+        weights[f"{name}mlp.down_proj.weight"] = down[:, keep]
+    return {k: v.clone() for k, v in weights.items()}

@@ -1,0 +1,156 @@
+"""Recordings: prompts with the target's own answers, as token ids, in resumable shards.
+
+Layout of a folder::
+
+    manifest.json       what made it: target, temperature, max_new_tokens, seed, prompts (a hash), shard size
+    shard-00000.jsonl   one recording a line: {"category", "source", "prompt_ids", "response_ids", "finish"}
+
+A shard is written under a temporary name and renamed when complete, so a killed run loses at most the shard at work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Recording:
+    """One answer of the target. ``finish`` is "stop" or "length"."""
+
+    category: str
+    source: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    finish: str
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.response_ids
+
+
+@dataclass
+class PromptIds:
+    """A prompt after the chat template."""
+
+    category: str
+    source: str
+    ids: list[int]
+
+
+# A backend turns prompt ids into (response ids, finish reason), in order.
+Backend = Callable[[Sequence[list[int]]], list[tuple[list[int], str]]]
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    return folder / f"shard-{index:05d}.jsonl"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Writes beside the file and renames: a reader sees the old content or the new, never half."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def load_prompts(
+    paths: Iterable[Path], tokenizer: Any, *, max_prompt_tokens: int, limit: int | None = None
+) -> list[PromptIds]:
+    """Reads ``{"category", "source", "prompt"}`` or Spec-Bench ``{"category", "turns"}`` lines.
+
+    Prompts longer than ``max_prompt_tokens`` after the chat template are left out; ``limit`` is a number per file.
+    Categories are interleaved, so that any leading part of a recording is a fair sample.
+    """
+    by_file: list[list[PromptIds]] = []
+    for path in paths:
+        found: list[PromptIds] = []
+        with open(path, encoding="utf-8") as f:
+            for number, line in enumerate(f, 1):
+                if limit is not None and len(found) >= limit:
+                    break
+                try:
+                    row = json.loads(line)
+                    text = row["prompt"] if "prompt" in row else row["turns"][0]
+                except (json.JSONDecodeError, KeyError, IndexError, TypeError) as e:
+                    raise ValueError(f"{path}: line {number} is not a prompt ({e}); expected a 'prompt' or 'turns'") from e
+                if len(text) > 8 * max_prompt_tokens:
+                    continue
+                ids = encode_chat(tokenizer, text)
+                if len(ids) <= max_prompt_tokens:
+                    found.append(PromptIds(row.get("category", path.stem), row.get("source", ""), ids))
+        by_file.append(found)
+    order = [(i / len(f), n, i) for n, f in enumerate(by_file) for i in range(len(f))]
+    return [by_file[n][i] for _, n, i in sorted(order)]
+
+
+def encode_chat(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of one user turn under the tokenizer's chat template (plain text without one)."""
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+    return list(tokenizer(text).input_ids)
+
+
+def record(
+    prompts: Sequence[PromptIds],
+    backend: Backend,
+    out: Path,
+    *,
+    settings: dict[str, Any],
+    shard_size: int = 256,
+    progress: Callable[[int, int, int], None] | None = None,
+) -> None:
+    """Records answers to ``prompts`` into ``out``; complete shards of an earlier run are kept.
+
+    Args:
+        settings: what decides the answers (target, temperature, max_new_tokens, seed); stored in the manifest.
+        progress: called with (prompts done, prompts in all, response tokens of this run).
+
+    Raises:
+        ValueError: ``out`` holds recordings made with other settings or other prompts.
+    """
+    digest = hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
+    manifest = {**settings, "prompts": len(prompts), "prompts_sha256": digest, "shard_size": shard_size}
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "manifest.json"
+    if path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        changed = {k: (old.get(k), v) for k, v in manifest.items() if old.get(k) != v}
+        if changed:
+            raise ValueError(f"out: {out} was recorded with other settings {changed}; use the same ones or a new folder")
+    else:
+        write_atomic(path, json.dumps(manifest, indent=1) + "\n")
+    tokens = 0
+    for start in range(0, len(prompts), shard_size):
+        part = prompts[start : start + shard_size]
+        file = shard_path(out, start // shard_size)
+        if not file.exists():
+            answers = backend([p.ids for p in part])
+            rows = [Recording(p.category, p.source, p.ids, r, f) for p, (r, f) in zip(part, answers, strict=True)]
+            tokens += sum(len(r.response_ids) for r in rows)
+            write_atomic(file, "".join(json.dumps(asdict(r)) + "\n" for r in rows))
+        if progress:
+            progress(start + len(part), len(prompts), tokens)
+
+
+def load_shard(path: Path) -> list[Recording]:
+    with open(path, encoding="utf-8") as f:
+        return [Recording(**json.loads(line)) for line in f]
+
+
+def shards(folder: Path) -> list[Path]:
+    """Complete shards of a folder, in order.
+
+    Raises:
+        FileNotFoundError: no shard there.
+    """
+    found = sorted(folder.glob("shard-*.jsonl"))
+    if not found:
+        raise FileNotFoundError(f"recordings: no shard-*.jsonl in {folder}; make some with `carryover record`")
+    return found

@@ -1,0 +1,144 @@
+"""The frozen target over recorded sequences: prefixes once, then many blocks against the same prefix.
+
+Tapped rows are taken by forward hooks (tap id k = output of decoder layer k). Blocks are verified by one forward in
+which every block sees the recorded rows before its anchor and its own rows causally; see
+:func:`carryover_ext.training.forward.shared_prefix_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+
+from carryover_ext.training.forward import shared_prefix_attention
+
+_NAME = "carryover_shared_prefix"
+
+
+@dataclass
+class Prefix:
+    """What the target keeps of recorded sequences: K/V of every layer, each ``[S, T, nkv, d]``."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+@dataclass
+class _Blocks:
+    prefix: Prefix
+    anchors: Tensor  # [S, N]
+    block: int
+
+
+def _blocks_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any
+) -> tuple[Tensor, None]:
+    """Attention function for Transformers: ``query [S, nh, N*b, d]``, own ``key, value [S, nkv, N*b, d]``."""
+    if kw.get("softcap") is not None or kw.get("sliding_window") is not None:
+        raise NotImplementedError("training for targets with soft-capped or sliding attention is not supported yet")
+    blocks: _Blocks = kw["carryover_blocks"]
+    s, n = blocks.anchors.shape
+    b = blocks.block
+
+    def split(x: Tensor) -> Tensor:
+        return x.transpose(1, 2).reshape(s, n, b, x.shape[1], x.shape[3])
+
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    causal = torch.ones(1, 1, b, b, dtype=torch.bool).tril()
+    out = shared_prefix_attention(
+        split(query),
+        blocks.prefix.keys[layer],
+        blocks.prefix.values[layer],
+        blocks.anchors,
+        split(key),
+        split(value),
+        causal,
+        kw["scaling"],
+    )
+    return out.reshape(s, n * b, *out.shape[3:]), None
+
+
+AttentionInterface.register(_NAME, _blocks_attention)
+
+
+class TargetPass:
+    """Runs a frozen Transformers causal language model over training data.
+
+    Args:
+        model: a causal LM whose decoder is ``model.model`` with ``layers`` (Llama, Qwen2, Qwen3 families).
+        tap_ids: decoder layers whose outputs are the drafter's features, concatenated in this order.
+    """
+
+    def __init__(self, model: PreTrainedModel, tap_ids: Sequence[int]) -> None:
+        self.model = model.eval()
+        self.decoder: Any = model.model
+        self.tap_ids = list(tap_ids)
+        layers = len(self.decoder.layers)
+        bad = [t for t in self.tap_ids if not 0 <= t < layers]
+        if bad:
+            raise ValueError(f"tap_ids: {bad} are outside the target's layers 0..{layers - 1}")
+        self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[union-attr, assignment]
+        self.embed: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+
+    @contextmanager
+    def _taps(self) -> Iterator[dict[int, Tensor]]:
+        kept: dict[int, Tensor] = {}
+
+        def keep(index: int) -> Any:
+            def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+                kept[index] = output[0] if isinstance(output, tuple) else output
+
+            return hook
+
+        handles = [self.decoder.layers[t].register_forward_hook(keep(t)) for t in set(self.tap_ids)]
+        try:
+            yield kept
+        finally:
+            for h in handles:
+                h.remove()
+
+    @torch.inference_mode()
+    def prefix(self, ids: Tensor, keep_kv: bool = True) -> tuple[Tensor, Tensor, Prefix | None]:
+        """Forward over right-padded sequences ``ids [S, T]``.
+
+        Returns:
+            features ``[S, T, F]``, the final normed hidden states ``[S, T, Ht]`` and the K/V of the prefix.
+        """
+        cache = DynamicCache(config=self.model.config) if keep_kv else None
+        with self._taps() as kept:
+            out = self.decoder(input_ids=ids, past_key_values=cache, use_cache=keep_kv)
+        features = torch.cat([kept[t] for t in self.tap_ids], -1)
+        prefix = None
+        if cache is not None:
+            prefix = Prefix(
+                [layer.keys.transpose(1, 2) for layer in cache.layers],
+                [layer.values.transpose(1, 2) for layer in cache.layers],
+            )
+        return features, out.last_hidden_state, prefix
+
+    @torch.inference_mode()
+    def blocks(self, tokens: Tensor, anchors: Tensor, prefix: Prefix) -> Tensor:
+        """Tapped rows ``[S, N, b, F]`` of blocks ``tokens [S, N, b]`` that start at ``anchors [S, N]``."""
+        s, n, b = tokens.shape
+        positions = (anchors[..., None] + torch.arange(b)).view(s, n * b)
+        config = self.model.config
+        saved = config._attn_implementation
+        config._attn_implementation = _NAME
+        try:
+            with self._taps() as kept:
+                self.decoder(
+                    input_ids=tokens.reshape(s, n * b),
+                    position_ids=positions,
+                    attention_mask=torch.zeros(1, 1, 1, 1),  # used as it is; the attention function has its own
+                    use_cache=False,
+                    carryover_blocks=_Blocks(prefix, anchors, b),
+                )
+        finally:
+            config._attn_implementation = saved
+        return torch.cat([kept[t] for t in self.tap_ids], -1).view(s, n, b, -1)

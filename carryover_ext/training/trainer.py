@@ -1,0 +1,299 @@
+"""Trains a drafter on recordings: plain DFlash, the same at shifted anchors, or Carryover's draft-verify-draft.
+
+Work goes in cycles: a cycle loads ``cycle`` batches of sequences and anchors, makes their rejects with the weights at
+hand (``shifted`` and ``carryover``), then takes ``reuse`` optimiser steps on each. The state is saved between cycles only,
+so a killed run resumes to the same curve.
+
+``fc`` is trained on features divided by their per-dimension RMS: the taps of small targets differ by a factor of a
+hundred between dimensions. The scale is folded back into ``fc.weight`` on export, so the checkpoint's format does not
+know about it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from carryover_ext.config import DrafterConfig
+from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
+from carryover_ext.training.draft_verify_draft import Head, Rejects, block_embeddings, draft_and_verify
+from carryover_ext.training.features import FeatureStore
+from carryover_ext.training.forward import draft_hidden, encode_rows
+from carryover_ext.training.losses import slot_weights, soft_cross_entropy
+from carryover_ext.training.recordings import write_atomic
+from carryover_ext.training.target_pass import TargetPass
+
+OBJECTIVES = ("plain", "shifted", "carryover")
+
+
+@dataclass
+class TrainSettings:
+    """How a run trains.
+
+    objective: ``plain`` (anchors drawn uniformly), ``shifted`` (anchors where the drafter's own round would leave off;
+        the control of ``carryover``), ``carryover`` (shifted anchors, the rejected rows attended to).
+    steps: optimiser steps; sequences, anchors: sequences a step and anchors of each.
+    lr, warmup (share of the steps), final_lr (share of lr), clip, weight_decay: AdamW with a cosine schedule.
+    carry_lr: factor on the learning rate of the carryover embedding.
+    distill: share of the target's top-k distribution in the labels (the rest is the recorded token).
+    drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
+    cycle, reuse: see the module docstring.
+    """
+
+    objective: str = "plain"
+    steps: int = 1000
+    sequences: int = 4
+    anchors: int = 64
+    lr: float = 1e-3
+    warmup: float = 0.04
+    final_lr: float = 0.05
+    clip: float = 1.0
+    weight_decay: float = 0.0
+    carry_lr: float = 30.0
+    distill: float = 0.5
+    drop_segment: float = 0.1
+    cycle: int = 8
+    reuse: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective={self.objective!r} must be one of {', '.join(OBJECTIVES)}")
+
+
+class Trainer:
+    """Holds float32 master weights by checkpoint name and takes optimiser steps.
+
+    Args:
+        parameters: initial weights (see :mod:`carryover_ext.training.initial`), trained-side scaling of ``fc``.
+        feature_scale: ``[F]`` factor on tapped rows.
+        target: needed for ``carryover`` only.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        parameters: dict[str, Tensor],
+        feature_scale: Tensor,
+        head: Head,
+        store: FeatureStore,
+        settings: TrainSettings,
+        target: TargetPass | None = None,
+    ) -> None:
+        if settings.objective == "carryover" and (target is None or "carryover_embedding" not in parameters):
+            raise ValueError("objective 'carryover' needs the target and a checkpoint with carryover_embedding")
+        self.config, self.head, self.store, self.settings, self.target = config, head, store, settings, target
+        self.master = {k: v.float().clone().requires_grad_() for k, v in parameters.items()}
+        self.feature_scale = feature_scale.to(head.embed.dtype)
+        slow = [v for k, v in self.master.items() if k != "carryover_embedding"]
+        groups: list[dict[str, Any]] = [{"params": slow, "factor": 1.0}]
+        if "carryover_embedding" in self.master:
+            groups.append({"params": [self.master["carryover_embedding"]], "factor": settings.carry_lr})
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
+        )
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.step = 0
+        self.order: list[int] = []
+
+    # -- data --------------------------------------------------------------------------------------------------------
+    def _next_sequences(self) -> list[int]:
+        """Sequences of the next batch: shuffled epochs, similar lengths together so that padding stays small."""
+        if not self.order:
+            group = self.settings.sequences
+            shuffled = torch.randperm(len(self.store), generator=self.generator).tolist()
+            window = group * 16
+            batches: list[list[int]] = []
+            for i in range(0, len(shuffled), window):
+                part = sorted(shuffled[i : i + window], key=lambda j: len(self.store.recording(j).ids))
+                batches += [part[j : j + group] for j in range(0, len(part) - group + 1, group)]
+            mixed = torch.randperm(len(batches), generator=self.generator).tolist()
+            self.order = [i for j in mixed for i in batches[j]]
+        picks, self.order = self.order[: self.settings.sequences], self.order[self.settings.sequences :]
+        return picks
+
+    def compute_weights(self) -> dict[str, Tensor]:
+        """The master weights in the target's dtype, still attached to the graph."""
+        return {k: v.to(self.head.embed.dtype) for k, v in self.master.items()}
+
+    def _labels(self, batch: Batch, anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Head rows ``[S,N,b-1,k+1]``, probabilities, weights ``[S,N,b-1]`` and labels ``[S,N,b-1]`` of all slots."""
+        positions, inside = slot_labels(batch, anchors, self.config.block_size)
+        inside = inside & valid[..., None]
+        label = self.head.index[gather_rows(batch.ids, positions)]
+        soft_ids = self.head.index[gather_rows(batch.top_ids, positions - 1)]
+        soft = gather_rows(batch.top_probs, positions - 1) * (soft_ids >= 0)
+        soft = soft / soft.sum(-1, keepdim=True).clamp(min=1e-6)
+        alpha = self.settings.distill
+        hard = (label >= 0).float()[..., None] * (1 - alpha)
+        ids = torch.cat([label[..., None], soft_ids], -1).clamp(min=0)
+        probs = torch.cat([hard, soft * alpha], -1)
+        weights = slot_weights(self.config.block_size) * inside
+        return ids, probs, weights, torch.where(inside, label, -2)
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+    def loss(self, batch: Batch, rejects: Rejects | None) -> tuple[Tensor, float, Tensor]:
+        """Loss at the anchors of ``batch`` (plain) or where ``rejects`` left off; AL estimate; first-slot hits."""
+        p, config = self.compute_weights(), self.config
+        anchors, valid = (batch.anchors, batch.valid) if rejects is None else (rejects.anchors, rejects.valid)
+        context = encode_rows(p, config, batch.features * self.feature_scale)
+        embeds = block_embeddings(self.head, config, gather_rows(batch.ids, anchors))
+        carried = mask = positions = None
+        if rejects is not None and rejects.features is not None:
+            assert rejects.mask is not None and rejects.positions is not None
+            carried = encode_rows(p, config, rejects.features * self.feature_scale, carried=True)
+            keep = torch.rand(anchors.shape, generator=self.generator) >= self.settings.drop_segment
+            mask, positions = rejects.mask & keep[..., None], rejects.positions
+            if config.carry_positions == "shifted":
+                positions = positions + 1
+        hidden = draft_hidden(p, config, context, anchors, embeds, carried, positions, mask)
+        ids, probs, weights, label = self._labels(batch, anchors, valid)
+        rows = weights.view(-1) > 0
+        flat = hidden[:, :, 1:].reshape(-1, hidden.shape[-1])[rows]
+        k = ids.shape[-1]
+        loss, best = soft_cross_entropy(
+            flat, self.head.head, ids.view(-1, k)[rows], probs.view(-1, k)[rows], weights.view(-1)[rows]
+        )
+        hit = torch.zeros(label.shape, dtype=torch.bool)
+        hit.view(-1)[rows] = best == label.view(-1)[rows]
+        length = 1 + hit.int().cumprod(-1).sum(-1)[valid].float().mean()
+        return loss, float(length), hit[..., 0][valid].float().mean()
+
+    def _set_lr(self) -> None:
+        s = self.settings
+        warm = max(1, round(s.warmup * s.steps))
+        if self.step < warm:
+            factor = (self.step + 1) / warm
+        else:
+            progress = (self.step - warm) / max(1, s.steps - warm)
+            factor = s.final_lr + (1 - s.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.lr * factor * group["factor"]
+
+    def run_cycle(self) -> dict[str, float]:
+        """Takes up to ``cycle * reuse`` steps; returns means over them."""
+        s = self.settings
+        start = time.perf_counter()
+        batches: list[tuple[Batch, Rejects | None]] = []
+        first_al: list[float] = []
+        for _ in range(s.cycle):
+            batch = load_batch(self.store, self._next_sequences(), s.anchors, self.generator)
+            rejects = None
+            if s.objective != "plain":
+                target = self.target if s.objective == "carryover" else None
+                rejects = draft_and_verify(
+                    self.compute_weights(), self.config, self.head, batch, target, self.feature_scale
+                )
+                first_al.append(1 + float(rejects.accepted[batch.valid].float().mean()))
+            batches.append((batch, rejects))
+        made = time.perf_counter() - start
+        totals = torch.zeros(3)
+        taken = 0
+        for _ in range(s.reuse):
+            for batch, rejects in batches:
+                if self.step >= s.steps:
+                    break
+                self._set_lr()
+                loss, length, slot1 = self.loss(batch, rejects)
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(list(self.master.values()), s.clip)
+                self.optimizer.step()
+                totals += torch.tensor([float(loss.detach()), length, float(slot1)])
+                self.step += 1
+                taken += 1
+        means = (totals / max(1, taken)).tolist()
+        result = {
+            "step": float(self.step),
+            "steps": float(taken),
+            "loss": means[0],
+            "al": means[1],
+            "slot1": means[2],
+            "seconds": time.perf_counter() - start,
+            "verify_seconds": made,
+        }
+        if first_al:
+            result["al_first"] = sum(first_al) / len(first_al)
+        if "carryover_embedding" in self.master:
+            result["carry_norm"] = float(self.master["carryover_embedding"].detach().norm())
+        return result
+
+    # -- state -------------------------------------------------------------------------------------------------------
+    def save_state(self, path: Path) -> None:
+        temporary = path.with_suffix(".tmp")
+        torch.save(
+            {
+                "settings": asdict(self.settings),
+                "master": {k: v.detach() for k, v in self.master.items()},
+                "optimizer": self.optimizer.state_dict(),
+                "generator": self.generator.get_state(),
+                "step": self.step,
+                "order": self.order,
+                "sequences_in_store": len(self.store),
+            },
+            temporary,
+        )
+        os.replace(temporary, path)
+
+    def load_state(self, path: Path) -> None:
+        """Continues from ``path``.
+
+        Raises:
+            ValueError: the state was written by a run with other settings.
+        """
+        state = torch.load(path, weights_only=True)
+        mine = asdict(self.settings)
+        changed = {k: (state["settings"].get(k), v) for k, v in mine.items() if state["settings"].get(k) != v}
+        if changed:
+            raise ValueError(f"state: {path} was written with other settings {changed}; use a new --out folder")
+        with torch.no_grad():
+            for k, v in self.master.items():
+                v.copy_(state["master"][k])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        self.step = state["step"]
+        self.order = [i for i in state["order"] if i < len(self.store)]
+
+    def export_weights(self) -> dict[str, Tensor]:
+        """Weights by checkpoint name with the feature scale folded into ``fc.weight``."""
+        weights = {k: v.detach().clone() for k, v in self.master.items()}
+        weights["fc.weight"] *= self.feature_scale.float()
+        return weights
+
+
+def train(
+    trainer: Trainer,
+    out: Path,
+    on_cycle: Callable[[dict[str, float]], None],
+    on_save: Callable[[], None],
+    save_every: float = 60.0,
+) -> None:
+    """Runs to the end, resuming from ``out/state.pt``; the curve goes to ``out/curve.jsonl``.
+
+    ``on_cycle`` gets the means of each cycle, ``on_save`` is called after each saved state (every ``save_every`` seconds).
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    state, curve = out / "state.pt", out / "curve.jsonl"
+    if state.exists():
+        trainer.load_state(state)
+        kept = [json.loads(line) for line in curve.read_text().splitlines()] if curve.exists() else []
+        write_atomic(curve, "".join(json.dumps(r) + "\n" for r in kept if r["step"] <= trainer.step))
+    saved = time.monotonic()
+    while trainer.step < trainer.settings.steps:
+        row = trainer.run_cycle()
+        with open(curve, "a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+        on_cycle(row)
+        if time.monotonic() - saved > save_every or trainer.step >= trainer.settings.steps:
+            trainer.save_state(state)
+            on_save()
+            saved = time.monotonic()

@@ -1,0 +1,432 @@
+"""The training side against plain recomputation: attention, losses, the target's block pass, draft-verify-draft, resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from carryover_ext.config import CarryoverConfig, DrafterConfig
+from carryover_ext.drafters.dflash import DFlashDrafter
+from carryover_ext.training import initial
+from carryover_ext.training.anchors import load_batch
+from carryover_ext.training.draft_verify_draft import Head, draft_and_verify
+from carryover_ext.training.evaluation import Arm, evaluate_arms
+from carryover_ext.training.features import FeatureStore, build_features
+from carryover_ext.training.forward import draft_hidden, encode_rows, shared_prefix_attention
+from carryover_ext.training.losses import slot_weights, soft_cross_entropy
+from carryover_ext.training.recordings import PromptIds, load_prompts, record, shards
+from carryover_ext.training.target_pass import TargetPass
+from carryover_ext.training.trainer import Trainer, TrainSettings, train
+
+V, TAPS = 60, [0, 2]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def drafter_config(**kw) -> DrafterConfig:
+    base = dict(
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=V,
+        num_target_layers=4,
+        target_layer_ids=TAPS,
+        mask_token_id=3,
+        block_size=5,
+        rope_theta=10000.0,
+        carryover_config=CarryoverConfig(),
+    )
+    return DrafterConfig(**{**base, **kw})
+
+
+def greedy(model: LlamaForCausalLM, prompts, max_new_tokens=24):
+    """Plain recomputation of greedy answers, the slow way."""
+    answers = []
+    for p in prompts:
+        ids = list(p)
+        while len(ids) < len(p) + max_new_tokens:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        answers.append((ids[len(p) :], "length"))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def recorded(model, tmp_path_factory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("rec")
+    g = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 14, (20,), generator=g).tolist()
+    prompts = [PromptIds("ab"[i % 2], "made", torch.randint(4, V, (n,), generator=g).tolist()) for i, n in enumerate(lengths)]
+    record(prompts, lambda p: greedy(model, p), folder / "rec", settings={"t": 0}, shard_size=8)
+    build_features(folder / "rec", folder / "feat", TargetPass(model, TAPS), top_k=4, batch_tokens=64)
+    return folder / "rec", folder / "feat"
+
+
+def weights_for(config: DrafterConfig, model) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    w = initial.from_target(config, TargetPass(model, TAPS), torch.ones(config.num_features))
+    w = {k: v + 0.1 * torch.randn_like(v) for k, v in w.items()}
+    w["carryover_embedding"] = torch.randn(config.hidden_size)
+    return w
+
+
+# -- attention and losses ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("groups", [1, 3])
+def test_shared_prefix_attention_is_masked_attention(seed, groups):
+    g = torch.Generator().manual_seed(seed)
+    s, n, b, nkv, d, t, o = 2, 3, 4, 2, 8, 9, 6
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    q, ks, vs = rand(s, n, b, nkv * groups, d), rand(s, t, nkv, d), rand(s, t, nkv, d)
+    ko, vo = rand(s, n, o, nkv, d), rand(s, n, o, nkv, d)
+    prefix = torch.randint(0, t + 1, (s, n), generator=g)
+    own = torch.rand(s, n, b, o, generator=g) < 0.7
+    own[..., 0] = True
+    out = shared_prefix_attention(q, ks, vs, prefix, ko, vo, own, 0.3)
+    for i in range(s):
+        for j in range(n):
+            k = torch.cat([ks[i, : prefix[i, j]], ko[i, j]]).repeat_interleave(groups, 1)
+            v = torch.cat([vs[i, : prefix[i, j]], vo[i, j]]).repeat_interleave(groups, 1)
+            scores = torch.einsum("bhd,khd->hbk", q[i, j], k) * 0.3
+            seen = torch.cat([torch.ones(b, int(prefix[i, j]), dtype=torch.bool), own[i, j]], 1)
+            p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            # probabilities are rounded to float32 inside
+            torch.testing.assert_close(out[i, j], torch.einsum("hbk,khd->bhd", p, v), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, 1000])
+@pytest.mark.parametrize("k", [1, 4])
+def test_soft_cross_entropy_value_and_gradient(chunk, k):
+    g = torch.Generator().manual_seed(k)
+    hidden = torch.randn(10, 16, generator=g, requires_grad=True)
+    head = torch.randn(20, 16, generator=g)
+    ids = torch.stack([torch.randperm(20, generator=g)[:k] for _ in range(10)])
+    probs = torch.rand(10, k, generator=g)
+    weights = torch.rand(10, generator=g)
+    loss, best = soft_cross_entropy(hidden, head, ids, probs, weights, chunk)
+    loss.backward()
+    other = hidden.detach().clone().requires_grad_()
+    logp = F.log_softmax(other @ head.t(), -1)
+    expected = -(weights[:, None] * probs * logp.gather(1, ids)).sum() / weights.sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(hidden.grad, other.grad)
+    assert torch.equal(best, (hidden @ head.t()).argmax(-1))
+
+
+def test_slot_weights_follow_dflash():
+    w = slot_weights(16)
+    assert len(w) == 15 and w[0] == 1
+    torch.testing.assert_close(w[7], torch.tensor(-1.0).exp())
+    assert slot_weights(8)[4] == pytest.approx(float(torch.tensor(-1.0).exp()))
+
+
+# -- the target over blocks ------------------------------------------------------------------------------------------------
+def test_blocks_equal_one_forward_each(model):
+    g = torch.Generator().manual_seed(3)
+    target = TargetPass(model, TAPS)
+    ids = torch.randint(0, V, (2, 12), generator=g)
+    anchors = torch.tensor([[3, 5, 5, 11], [1, 2, 9, 10]])
+    tokens = torch.randint(0, V, (2, 4, 5), generator=g)
+    _, _, prefix = target.prefix(ids)
+    rows = target.blocks(tokens, anchors, prefix)
+    for i in range(2):
+        for j in range(4):
+            seq = torch.cat([ids[i, : anchors[i, j]], tokens[i, j]])
+            states = model(seq[None], output_hidden_states=True).hidden_states
+            expected = torch.cat([states[t + 1][0, -5:] for t in TAPS], -1)
+            torch.testing.assert_close(rows[i, j], expected, atol=1e-4, rtol=1e-4)
+    assert model.config._attn_implementation != "carryover_shared_prefix"
+
+
+def test_tap_outside_the_target_is_an_error(model):
+    with pytest.raises(ValueError, match=r"tap_ids: \[4\] are outside the target's layers 0..3"):
+        TargetPass(model, [0, 4])
+
+
+def test_features_are_the_outputs_of_the_tapped_layers(model, recorded):
+    store = FeatureStore(*recorded)
+    assert len(store) == 20
+    for i in (0, 7, 19):
+        row = store[i]
+        out = model(row.ids[None], output_hidden_states=True)
+        expected = torch.cat([out.hidden_states[t + 1][0] for t in TAPS], -1)
+        torch.testing.assert_close(row.features, expected, atol=1e-4, rtol=1e-4)
+        top = out.logits[0].softmax(-1).topk(4, -1)
+        torch.testing.assert_close(row.top_probs[row.prompt_len - 1 :], top.values[row.prompt_len - 1 :], atol=1e-4, rtol=1e-3)
+        assert torch.equal(row.top_ids[row.prompt_len - 1 :, 0].long(), top.indices[row.prompt_len - 1 :, 0])
+
+
+# -- the drafter's forward -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("embed_at", ["pre_norm", "post_norm"])
+@pytest.mark.parametrize("positions", ["verify", "shifted"])
+def test_training_forward_equals_the_decoding_drafter(model, recorded, embed_at, positions):
+    """Round one and round two of decoding (with carried rows) give the hidden states that training computes."""
+    config = drafter_config(carryover_config=CarryoverConfig(True, embed_at, positions))
+    weights = weights_for(config, model)
+    drafter = DFlashDrafter(config).eval()
+    drafter.load_state_dict(weights)
+    target = TargetPass(model, TAPS)
+    drafter.bind(target.embed, target.head)
+    head = Head.make(target, None)
+    batch = load_batch(FeatureStore(*recorded), [0, 3, 6], 4, torch.Generator().manual_seed(0))
+    rejects = draft_and_verify(weights, config, head, batch, target, torch.ones(config.num_features))
+    shift = 1 if positions == "shifted" else 0
+    checked = 0
+    for i in range(3):
+        for j in range(4):
+            if not (batch.valid[i, j] and rejects.valid[i, j]):
+                continue
+            a, m = int(batch.anchors[i, j]), int(rejects.accepted[i, j])
+            cache = drafter.new_cache(1, 64)
+            drafter.commit(cache, batch.features[i, :a], None, torch.tensor([0, a], dtype=torch.int32), torch.tensor([a - 1], dtype=torch.int32))
+            drafts = drafter.draft(cache, batch.ids[i, a : a + 1]).tokens[0]
+            assert m == int((drafts == batch.ids[i, a + 1 : a + 5][: len(drafts)]).int().cumprod(0).sum()) if a + 5 <= len(batch.ids[i]) else True
+            rows = target.blocks(torch.cat([batch.ids[i, a : a + 1], drafts])[None, None], batch.anchors[i : i + 1, j : j + 1], target.prefix(batch.ids[i : i + 1])[2])[0, 0]
+            drafter.commit(cache, rows, None, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([m], dtype=torch.int32))
+            nxt = int(rejects.anchors[i, j])
+            assert int(cache.lens[0]) == nxt == a + m + 1
+            assert int(cache.segment_lens[0]) == 4 - m == int(rejects.mask[i, j].sum())
+            got = drafter.draft(cache, batch.ids[i, nxt : nxt + 1]).tokens[0]
+            context = encode_rows(weights, config, batch.features[i : i + 1])
+            carried = encode_rows(weights, config, rejects.features[i : i + 1, j : j + 1], carried=True)
+            embeds = torch.cat([head.embed[batch.ids[i, nxt]][None], head.embed[config.mask_token_id].expand(4, -1)])[None, None]
+            hidden = draft_hidden(
+                weights, config, context, torch.tensor([[nxt]]), embeds, carried,
+                rejects.positions[i : i + 1, j : j + 1] + shift, rejects.mask[i : i + 1, j : j + 1],
+            )
+            assert torch.equal(got, (hidden[0, 0, 1:] @ head.head.t()).argmax(-1))
+            checked += 1
+    assert checked >= 6
+
+
+def test_accepted_equals_the_targets_own_judgement(model, recorded):
+    config = drafter_config()
+    weights = weights_for(config, model)
+    target = TargetPass(model, TAPS)
+    batch = load_batch(FeatureStore(*recorded), [1, 2, 4, 5], 6, torch.Generator().manual_seed(2))
+    head = Head.make(target, None)
+    rejects = draft_and_verify(weights, config, head, batch, target, torch.ones(config.num_features))
+    context = encode_rows(weights, config, batch.features)
+    embeds = torch.cat([head.embed[torch.gather(batch.ids, 1, batch.anchors)][:, :, None], head.embed[3].expand(4, 6, 4, -1)], 2)
+    drafts = (draft_hidden(weights, config, context, batch.anchors, embeds)[:, :, 1:] @ head.head.t()).argmax(-1)
+    for i in range(4):
+        for j in range(6):
+            a = int(batch.anchors[i, j])
+            block = torch.cat([batch.ids[i, : a + 1], drafts[i, j]])
+            best = model(block[None]).logits[0, a:].argmax(-1)
+            m = int((best[:-1] == drafts[i, j]).int().cumprod(0).sum())
+            inside = int(batch.lengths[i]) - 1 - a
+            assert int(rejects.accepted[i, j]) == min(m, inside)
+
+
+def test_blocks_of_overlapping_anchors_never_see_each_other(model, recorded):
+    config = drafter_config()
+    weights = weights_for(config, model)
+    head = Head.make(TargetPass(model, TAPS), None)
+    batch = load_batch(FeatureStore(*recorded), [0], 4, torch.Generator().manual_seed(0))
+    anchors = torch.tensor([[int(batch.prompt_lens[0]) + k for k in (0, 1, 1, 2)]])
+    context = encode_rows(weights, config, batch.features)
+    embeds = head.embed[torch.randint(0, V, (1, 4, 5))]
+    carried, mask = torch.randn(1, 4, 4, 32), torch.ones(1, 4, 4, dtype=torch.bool)
+    where = anchors[..., None] + torch.arange(4)
+    together = draft_hidden(weights, config, context, anchors, embeds, carried, where, mask)
+    for j in range(4):
+        s = slice(j, j + 1)
+        alone = draft_hidden(weights, config, context, anchors[:, s], embeds[:, s], carried[:, s], where[:, s], mask[:, s])
+        torch.testing.assert_close(together[:, s], alone, atol=1e-5, rtol=1e-5)
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------------
+def make_trainer(model, recorded, objective, steps=8):
+    config = drafter_config()
+    weights = weights_for(config, model)
+    target = TargetPass(model, TAPS)
+    settings = TrainSettings(objective, steps=steps, sequences=3, anchors=5, cycle=2, reuse=1, lr=3e-3, distill=0.3)
+    return Trainer(
+        config, weights, torch.ones(config.num_features), Head.make(target, None), FeatureStore(*recorded), settings, target
+    )
+
+
+@pytest.mark.parametrize("objective", ["plain", "shifted", "carryover"])
+def test_killed_run_resumes_to_the_same_curve(model, recorded, tmp_path, objective):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    one = make_trainer(model, recorded, objective)
+    train(one, whole, lambda r: None, lambda: None, save_every=0)
+
+    class Killed(Exception):
+        pass
+
+    def kill(row):
+        if row["step"] >= 6:
+            raise Killed
+
+    two = make_trainer(model, recorded, objective)
+    with pytest.raises(Killed):
+        train(two, broken, kill, lambda: None, save_every=0)
+    three = make_trainer(model, recorded, objective)
+    train(three, broken, lambda r: None, lambda: None, save_every=0)
+    curves = [[json.loads(line) for line in (f / "curve.jsonl").read_text().splitlines()] for f in (whole, broken)]
+    assert [r["step"] for r in curves[1]] == [2, 4, 6, 8]
+    assert [r["loss"] for r in curves[0]] == [r["loss"] for r in curves[1]]
+    for k, v in one.master.items():
+        assert torch.equal(v, three.master[k]), k
+
+
+def test_state_of_other_settings_is_refused(model, recorded, tmp_path):
+    train(make_trainer(model, recorded, "plain", 2), tmp_path, lambda r: None, lambda: None, 0)
+    with pytest.raises(ValueError, match="steps.*new --out folder"):
+        train(make_trainer(model, recorded, "plain", 4), tmp_path, lambda r: None, lambda: None, 0)
+
+
+def test_training_lowers_the_loss_and_moves_the_embedding(model, recorded):
+    trainer = make_trainer(model, recorded, "carryover", 60)
+    before = trainer.master["carryover_embedding"].detach().clone()
+    rows = []
+    while trainer.step < 60:
+        rows.append(trainer.run_cycle())
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    assert not torch.equal(before, trainer.master["carryover_embedding"])
+    assert all(1 <= r["al"] <= 5 and 1 <= r["al_first"] <= 5 for r in rows)
+
+
+def test_export_folds_the_feature_scale(model, recorded):
+    trainer = make_trainer(model, recorded, "plain", 2)
+    trainer.feature_scale = torch.rand(trainer.config.num_features) + 0.5
+    x = torch.randn(4, trainer.config.num_features)
+    weights = trainer.export_weights()
+    inside = encode_rows(trainer.master, trainer.config, x * trainer.feature_scale)
+    torch.testing.assert_close(encode_rows(weights, trainer.config, x), inside, atol=1e-5, rtol=1e-5)
+
+
+def test_replay_equals_the_engine(model, recorded):
+    """Acceptance measured on recordings is the acceptance of real decoding of the same prompts."""
+    engine = pytest.importorskip("carryover_ext.engine")
+    from carryover_ext.targets import TappedTarget
+
+    config = drafter_config()
+    weights = weights_for(config, model)
+    drafter = DFlashDrafter(config).eval()
+    drafter.load_state_dict(weights)
+    store = FeatureStore(*recorded)
+    pass_ = TargetPass(model, TAPS)
+    head = Head.make(pass_, None)
+    arms = [Arm("off", weights, config, False), Arm("on", weights, config, True)]
+    tallies = evaluate_arms(arms, head, store, pass_, limit=20, batch=7)
+    target = TappedTarget(model, TAPS)
+    target.bind(drafter)
+    for carry, name in ((False, "off"), (True, "on")):
+        committed = rounds = 0
+        for i in range(20):
+            row = store.recording(i)
+            out = engine.generate(target, drafter, [row.prompt_ids], max_new_tokens=len(row.response_ids), carry=carry)
+            assert out.tokens[0] == row.response_ids
+            rounds += len(out.rounds)
+            committed += len(row.response_ids) - 1  # the first token is the prefill's
+        assert rounds > 20
+        assert sum(tallies[name].rounds.values()) == rounds
+        assert sum(tallies[name].committed.values()) == committed
+
+
+# -- recordings ------------------------------------------------------------------------------------------------------------
+def test_killed_record_loses_no_complete_shard(tmp_path):
+    prompts = [PromptIds("c", "s", [i, i + 1]) for i in range(10)]
+    calls = []
+
+    def backend(p):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(len(p))
+        return [([x[0] * 2], "stop") for x in p]
+
+    with pytest.raises(KeyboardInterrupt):
+        record(prompts, backend, tmp_path, settings={"seed": 1}, shard_size=4)
+    assert [s.name for s in shards(tmp_path)] == ["shard-00000.jsonl", "shard-00001.jsonl"]
+    redone = []
+
+    def second(p):
+        redone.extend(p)
+        return [([x[0] * 2], "stop") for x in p]
+
+    record(prompts, second, tmp_path, settings={"seed": 1}, shard_size=4)
+    assert redone == [[8, 9], [9, 10]]
+    rows = [json.loads(line) for s in shards(tmp_path) for line in s.read_text().splitlines()]
+    assert [r["response_ids"] for r in rows] == [[2 * i] for i in range(10)]
+
+
+@pytest.mark.parametrize("change", ["settings", "prompts", "shard"])
+def test_recordings_of_other_settings_are_refused(tmp_path, change):
+    def backend(p):
+        return [([1], "stop") for _ in p]
+
+    prompts = [PromptIds("c", "s", [i]) for i in range(3)]
+    record(prompts, backend, tmp_path, settings={"temperature": 0.0}, shard_size=2)
+    with pytest.raises(ValueError, match="recorded with other settings"):
+        if change == "settings":
+            record(prompts, backend, tmp_path, settings={"temperature": 1.0}, shard_size=2)
+        elif change == "prompts":
+            record(prompts[:2], backend, tmp_path, settings={"temperature": 0.0}, shard_size=2)
+        else:
+            record(prompts, backend, tmp_path, settings={"temperature": 0.0}, shard_size=3)
+
+
+class Words:
+    chat_template = None
+
+    def __call__(self, text, **_):
+        return type("E", (), {"input_ids": [len(w) for w in text.split()]})
+
+
+def test_prompts_interleave_and_long_ones_are_left_out(tmp_path):
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    a.write_text("".join(json.dumps({"category": "a", "source": "x", "prompt": "w " * n}) + "\n" for n in (1, 2, 50, 3)))
+    b.write_text("".join(json.dumps({"category": "b", "turns": ["w w"]}) + "\n" for _ in range(3)))
+    found = load_prompts([a, b], Words(), max_prompt_tokens=10)
+    assert [p.category for p in found] == ["a", "b", "a", "b", "a", "b"]
+    assert len(load_prompts([a, b], Words(), max_prompt_tokens=10, limit=1)) == 2
+
+
+def test_bad_prompt_line_is_named(tmp_path):
+    f = tmp_path / "p.jsonl"
+    f.write_text('{"prompt": "x"}\n{"nothing": 1}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl: line 2"):
+        load_prompts([f], Words(), max_prompt_tokens=9)
+
+
+def test_missing_recordings_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="carryover record"):
+        shards(tmp_path)
+
+
+def test_features_of_other_taps_are_refused(model, recorded):
+    with pytest.raises(ValueError, match="use a new folder"):
+        build_features(recorded[0], recorded[1], TargetPass(model, [1]), top_k=4)
