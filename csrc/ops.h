@@ -29,8 +29,8 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
 Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& context_lens,
                          std::optional<Tensor> k_segment, std::optional<Tensor> v_segment,
                          std::optional<Tensor> segment_lens, const Tensor& k_block, const Tensor& v_block,
-                         std::optional<Tensor> block_table, double scale, bool causal, int64_t window,
-                         double soft_cap, std::optional<Tensor> sinks, std::optional<Tensor> block_lens);
+                         std::optional<Tensor> block_table, std::optional<Tensor> sinks,
+                         std::optional<Tensor> block_lens, double scale, bool causal, int64_t window, double soft_cap);
 
 std::tuple<Tensor, Tensor> accept(const Tensor& draft_tokens, const Tensor& target_logits,
                                   std::optional<Tensor> draft_probs, std::optional<Tensor> uniforms,

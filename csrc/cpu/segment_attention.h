@@ -43,7 +43,7 @@ struct AttentionParams {
   KeyRows block;                 // [B, b, nkv, d]
   const int32_t* block_lens;     // [B] or null: all b rows
   const float* sinks;            // [nh] or null
-  float scale, soft_cap;         // soft_cap 0: none
+  double scale, soft_cap;        // soft_cap 0: none
   int32_t causal, window;        // window 0: none
   void* out;                     // [B, b, nh, d], contiguous
   const AttentionUnit* units;

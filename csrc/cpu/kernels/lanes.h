@@ -61,20 +61,23 @@ inline IVec<W> isplat(int32_t x) {
   return x - IVec<W>{};
 }
 
-// 2^x to about one unit in the last place (kRough: to 4e-6, below the rounding of bfloat16). Arguments <= 0; below -126 it stays at
-// 2^-126. The integer part lands in the low bits of x + 1.5 * 2^23.
+// e^x for x <= 0, to about one unit in the last place (kRough: to 4e-6, below the rounding of bfloat16). Below kLeast it stays at
+// about 2^-126. x = n ln 2 + f ln 2: the integer n lands in the low bits of x log2(e) + 1.5 * 2^23.
+constexpr float kLeast = -87.33f;
+
 template <int W, bool kRough>
-inline Vec<W> exp2(Vec<W> x) {
-  const Vec<W> least = splat<W>(-126.f), magic = splat<W>(12582912.f);
+inline Vec<W> exp(Vec<W> x) {
+  const Vec<W> least = splat<W>(kLeast), magic = splat<W>(12582912.f), log2e = splat<W>(1.44269504f);
   x = x > least ? x : least;
-  const Vec<W> t = x + magic, f = x - (t - magic);
-  Vec<W> y;
+  const Vec<W> t = x * log2e + magic, n = t - magic;
+  Vec<W> f = x * log2e - n, y;
   if constexpr (kRough) {
     y = f * 0.009570102207362652f + 0.05591786280274391f;
     y = y * f + 0.240247443318367f;
     y = y * f + 0.6931217908859253f;
     y = y * f + 0.9999992847442627f;
   } else {
+    f = f + x * 1.92596299e-8f;  // what the float log2(e) lacks
     y = f * 0.0013276472454890609f + 0.009675541892647743f;
     y = y * f + 0.05550713092088699f;
     y = y * f + 0.24022120237350464f;
@@ -93,7 +96,7 @@ inline Vec<W> tanh(Vec<W> x) {
   p = p * s + 0.13331688940525055f;
   p = p * s + -0.3333328366279602f;
   p = p * s + 1.0f;
-  const Vec<W> e = exp2<W, false>(size * -2.8853900817779268f);  // e^(-2 |x|)
+  const Vec<W> e = exp<W, false>(size * -2.f);  // e^(-2 |x|)
   const Vec<W> far = (1.f - e) / (1.f + e);
   return size < splat<W>(0.6f) ? x * p : (x < Vec<W>{} ? -far : far);
 }

@@ -7,7 +7,7 @@
 // Keys arrive as row pointers, 128 at a time: pages, the segment and the block are the same to the arithmetic.
 //
 // With AVX512-BF16 two channels (or two keys) are taken per instruction; elsewhere bfloat16 rows are widened into a
-// scratch tile first. Softmax is in base 2: log2(e) is folded into the scale.
+// scratch tile first.
 #include "cpu/kernels/lanes.h"
 #include "cpu/segment_attention.h"
 
@@ -82,9 +82,8 @@ struct KeyWalk {
     context = p.context_lens[u.request];
     segment = u.last && p.segment_lens ? p.segment_lens[u.request] : 0;
     block = u.last ? (p.block_lens ? p.block_lens[u.request] : p.rows) : 0;
+    if (context < 0) segment = block = 0;  // inactive request: sees nothing, its output is zero
   }
-
-  int32_t total() const { return u.end - u.begin + segment + block; }
 
   void push(Tile& t, const KeyRows& rows, int64_t batch, int64_t row, int32_t position, bool ordered) const {
     const int j = t.count++;
@@ -124,21 +123,30 @@ struct KeyWalk {
 
 // ---- products ------------------------------------------------------------------------------------------------------------
 
-// acc[r][j] += sum over c of a[c][r] * b_j[c], one float per step of c.
+// acc[r][j] += sum over c of a[c][r] * b_j[c], one float per step of c. Sums of 64 products are added to each other: long rows
+// keep the accuracy of a blocked summation.
 template <int W, int R, int J>
 inline void dot_f32(const float* a, int64_t lda, const void* const* rows, int n, Vec<W> (&acc)[R][J]) {
   const float* b[J];
   for (int j = 0; j < J; ++j) b[j] = static_cast<const float*>(rows[j]);
-  for (int c = 0; c < n; ++c) {
-    Vec<W> x[R];
+  for (int first = 0; first < n; first += 64) {
+    const int stop = first + 64 < n ? first + 64 : n;
+    Vec<W> part[R][J] = {};
+    for (int c = first; c < stop; ++c) {
+      Vec<W> x[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) x[r] = load<W>(a + c * lda + r * W);
+      for (int r = 0; r < R; ++r) x[r] = load<W>(a + c * lda + r * W);
 #pragma GCC unroll 8
-    for (int j = 0; j < J; ++j) {
-      const Vec<W> y = splat<W>(b[j][c]);
+      for (int j = 0; j < J; ++j) {
+        const Vec<W> y = splat<W>(b[j][c]);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) acc[r][j] = x[r] * y + acc[r][j];
+        for (int r = 0; r < R; ++r) part[r][j] = x[r] * y + part[r][j];
+      }
     }
+#pragma GCC unroll 8
+    for (int j = 0; j < J; ++j)
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc[r][j] = acc[r][j] + part[r][j];
   }
 }
 
@@ -207,11 +215,10 @@ constexpr bool pairs_of(int d) {
 #endif
 }
 
-// Scores in base 2 into s[key][3W], and their maxima into peak. Compiled four ways: with masks and soft cap, or without.
+// Scores into s[key][3W], and their maxima into peak. Compiled four ways: with masks and soft cap, or without.
 template <typename T, int W, int R, bool kPairs, bool kMask, bool kCap>
 void scores(const AttentionParams& p, const Tile& t, const float* q, int64_t ldq, const int32_t* pos, float* s, Vec<W> (&peak)[R]) {
-  constexpr float kLog2e = 1.4426950408889634f;
-  const Vec<W> scale = splat<W>(kCap ? p.scale / p.soft_cap : p.scale * kLog2e), cap = splat<W>(p.soft_cap * kLog2e);
+  const Vec<W> scale = splat<W>(kCap ? float(p.scale / p.soft_cap) : float(p.scale)), cap = splat<W>(float(p.soft_cap));
   IVec<W> at[R];
   for (int r = 0; r < R; ++r) at[r] = iload<W>(pos + r * W);
   for (int j0 = 0; j0 < t.padded; j0 += kStep) {
@@ -244,14 +251,14 @@ template <int W, int R, bool kPairs, bool kMask>
 void probabilities(const Tile& t, float* s, const Vec<W> (&peak)[R], Vec<W> (&total)[R]) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-    Vec<W> sum = total[r];
+    Vec<W> sum = {};
     for (int j = 0; j < t.padded; j += 2) {
       Vec<W> a = load<W>(s + j * 3 * W + r * W), b = load<W>(s + (j + 1) * 3 * W + r * W);
       const Vec<W> x = a - peak[r], y = b - peak[r];
-      a = exp2<W, kPairs>(x), b = exp2<W, kPairs>(y);
-      if constexpr (kMask) {  // exp2 clamps: an unseen key must weigh exactly nothing
-        a = x < splat<W>(-126.f) ? Vec<W>{} : a;
-        b = y < splat<W>(-126.f) ? Vec<W>{} : b;
+      a = exp<W, kPairs>(x), b = exp<W, kPairs>(y);
+      if constexpr (kMask) {  // exp clamps: an unseen key must weigh exactly nothing
+        a = x < splat<W>(kLeast) ? Vec<W>{} : a;
+        b = y < splat<W>(kLeast) ? Vec<W>{} : b;
       }
       sum = sum + (a + b);
 #ifdef __AVX512BF16__
@@ -270,7 +277,7 @@ void probabilities(const Tile& t, float* s, const Vec<W> (&peak)[R], Vec<W> (&to
 template <typename T, int W, int R, bool kPairs>
 void tile_rows(const AttentionParams& p, const Tile& t, const Scratch<W>& x, int row, int rows) {
   const float* q = x.q + row;
-  Vec<W> old[R], peak[R], total[R], shrink[R];
+  Vec<W> old[R], peak[R], shrink[R], total[R] = {};
   for (int r = 0; r < R; ++r) old[r] = peak[r] = load<W>(x.peak + row + r * W);
   const bool cap = p.soft_cap > 0;
   if (t.masked) {
@@ -285,20 +292,18 @@ void tile_rows(const AttentionParams& p, const Tile& t, const Scratch<W>& x, int
     // No key seen yet: subtract 0 instead of -inf, which leaves every probability at 0.
     peak[r] = peak[r] == splat<W>(-INFINITY) ? Vec<W>{} : peak[r];
     const Vec<W> down = old[r] - peak[r];
-    shrink[r] = down < splat<W>(-126.f) ? Vec<W>{} : exp2<W, false>(down);
-    total[r] = load<W>(x.total + row + r * W) * shrink[r];
+    shrink[r] = down < splat<W>(kLeast) ? Vec<W>{} : exp<W, false>(down);
   }
   if (t.masked) probabilities<W, R, kPairs, true>(t, x.s, peak, total);
   else probabilities<W, R, kPairs, false>(t, x.s, peak, total);
-  for (int r = 0; r < R; ++r) store<W>(x.total + row + r * W, total[r]);
+  for (int r = 0; r < R; ++r) {
+    float* sum = x.total + row + r * W;
+    store<W>(sum, load<W>(sum) * shrink[r] + total[r]);
+  }
 
   const int dp = padded_head(p.head_size);
   for (int c = 0; c < dp; c += kStep) {
-    Vec<W> acc[R][kStep];
-#pragma GCC unroll 8
-    for (int j = 0; j < kStep; ++j)
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) acc[r][j] = load<W>(x.o + int64_t(c + j) * rows + row + r * W) * shrink[r];
+    Vec<W> acc[R][kStep] = {};
 #ifdef __AVX512BF16__
     if constexpr (kPairs) {
       outer_pairs<W, R, kStep>(x.s, 3 * W, reinterpret_cast<const int32_t*>(x.v_wide) + c, dp, t.padded / 2, acc);
@@ -308,7 +313,10 @@ void tile_rows(const AttentionParams& p, const Tile& t, const Scratch<W>& x, int
 #pragma GCC unroll 8
     for (int j = 0; j < kStep; ++j)
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) store<W>(x.o + int64_t(c + j) * rows + row + r * W, acc[r][j]);
+      for (int r = 0; r < R; ++r) {
+        float* o = x.o + int64_t(c + j) * rows + row + r * W;
+        store<W>(o, load<W>(o) * shrink[r] + acc[r][j]);
+      }
   }
 }
 
@@ -370,8 +378,8 @@ void finish(const AttentionParams& p, int request, int kv_head, const float* o, 
     if (row < live && peak[i] != -INFINITY) {
       float shrink = 1, extra = 0;
       if (p.sinks) {
-        const float sink = p.sinks[head] * 1.4426950408889634f, top = sink > peak[i] ? sink : peak[i];
-        shrink = __builtin_exp2f(peak[i] - top), extra = __builtin_exp2f(sink - top);
+        const float sink = p.sinks[head], top = sink > peak[i] ? sink : peak[i];
+        shrink = __builtin_expf(peak[i] - top), extra = __builtin_expf(sink - top);
       }
       factor = shrink / (total[i] * shrink + extra);
     }
@@ -425,8 +433,8 @@ void merge(const AttentionParams& p, const AttentionMerge& m) {
       store<W>(peak + r, top);
       top = top == splat<W>(-INFINITY) ? Vec<W>{} : top;
       const Vec<W> da = a - top, db = b - top;
-      const Vec<W> fa = da < splat<W>(-126.f) ? Vec<W>{} : exp2<W, false>(da);
-      const Vec<W> fb = db < splat<W>(-126.f) ? Vec<W>{} : exp2<W, false>(db);
+      const Vec<W> fa = da < splat<W>(kLeast) ? Vec<W>{} : exp<W, false>(da);
+      const Vec<W> fb = db < splat<W>(kLeast) ? Vec<W>{} : exp<W, false>(db);
       store<W>(total + r, load<W>(total + r) * fa + load<W>(other_total) * fb);
       for (int c = 0; c < dp; ++c) {
         const int64_t at = int64_t(c) * rows + r;
