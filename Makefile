@@ -1,0 +1,66 @@
+# make demo | test | bench | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# For example: make demo PIP_FLAGS="--index-url URL" to take the CPU build of PyTorch from an index of your own.
+PIP_FLAGS ?=
+# auto builds the CUDA kernels when nvcc and a GPU are there; 0 and 1 decide.
+export CARRYOVER_CUDA ?= auto
+# Two pools that spin on a shared machine slow each other down many times over.
+export OMP_WAIT_POLICY ?= passive
+
+CORES := $(shell nproc 2>/dev/null || echo 1)
+JOBS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
+DEMO_FLAGS ?=
+BENCH_FLAGS ?= --limit 1 --max-new-tokens 32
+OPS_FLAGS ?= --quick
+TEST_FLAGS ?=
+
+SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
+CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test bench lint wheel install clean
+.DELETE_ON_ERROR:
+
+demo: install
+	$(BIN)/carryover demo $(DEMO_FLAGS)
+
+test: install $(VENV)/.dev
+	$(BIN)/python -m pytest -q -n $(JOBS) $(TEST_FLAGS) tests
+
+bench: install
+	$(BIN)/python bench/ops.py $(OPS_FLAGS)
+	$(BIN)/carryover bench --prompts demo $(BENCH_FLAGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/mypy carryover_ext
+
+wheel: $(VENV)/.requirements
+	$(PIP) wheel . --no-deps --no-build-isolation -w dist
+
+install: $(VENV)/.package
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "Python 3.10 or later is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12"; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || { echo "A C++17 compiler is needed (g++ or clang++); none is on PATH"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "No venv module: install python3-venv, or set PYTHON"; exit 1; }
+
+$(VENV)/.requirements: requirements.txt | $(BIN)/python
+	$(PIP) install -q $(PIP_FLAGS) -r requirements.txt
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.requirements $(SOURCES)
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements
+	$(PIP) install -q $(PIP_FLAGS) -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info carryover_ext/*.so $(VENV)/.package

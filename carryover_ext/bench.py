@@ -1,0 +1,370 @@
+"""The decoding benchmark behind ``carryover bench`` and ``carryover demo``.
+
+Every arm decodes the same prompts with the same target in the same process; the order of the arms rotates
+from group to group, so that a slow minute of the machine falls on all of them. A record is one group of
+prompts (``batch`` of one task) and one arm; :mod:`carryover_ext.report` turns records into tables, JSON
+and plots.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import report
+
+DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
+CHECKPOINTS = Path(__file__).with_name("checkpoints")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to decode: ``drafter`` names the checkpoint (None: plain decoding), ``carry`` whether
+    rejected rows are carried."""
+
+    name: str
+    drafter: str | None
+    carry: bool
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("plain", None, False),
+        Arm("dflash", "baseline", False),
+        Arm("carryover-off", "carryover", False),
+        Arm("carryover", "carryover", True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One conversation: the user's turns, in order."""
+
+    id: str
+    task: str
+    turns: tuple[str, ...]
+
+
+@dataclass
+class Settings:
+    """What decides the outcome of a benchmark; stored in its JSON. ``block`` None: the length the drafter
+    was trained with."""
+
+    target: str
+    prompts: str
+    arms: list[str]
+    tasks: list[str] | None = None
+    limit: int | None = None
+    turns: str = "first"
+    temperature: float = 0.0
+    batch: int = 1
+    block: int | None = None
+    dtype: str = "bfloat16"
+    max_new_tokens: int = 128
+    seed: int = 0
+    drafter: str | None = None
+    baseline: str | None = None
+
+
+class UserError(Exception):
+    """A mistake in what the user typed or in a file that they named; shown without a traceback."""
+
+
+def parse_arms(text: str) -> list[str]:
+    """``"plain,dflash"`` as a list of known arms, in the order of :data:`ARMS`."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in ARMS]
+    if unknown or not names:
+        raise UserError(
+            f"--arms {text!r}: unknown arm {', '.join(unknown) or '(none)'}; choose from {', '.join(ARMS)}"
+        )
+    return [name for name in ARMS if name in names]
+
+
+def read_prompts(
+    path: str | Path, tasks: Sequence[str] | None = None, limit: int | None = None
+) -> list[Prompt]:
+    """Reads ``{"id", "category", "turns": [...]}`` lines (the Spec-Bench form); ``limit`` is a number per
+    task.
+
+    ``path`` "demo" is the file that the package carries. Raises UserError for a missing file, for a line
+    that is not of that form (with its number), and for a task that the file does not have."""
+    path = DEMO_PROMPTS if str(path) == "demo" else Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--prompts {path}: cannot be read ({getattr(e, 'strerror', None) or e})") from e
+    found: dict[str, list[Prompt]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            turns = tuple(row["turns"])
+            if not turns or isinstance(row["turns"], str) or not all(isinstance(turn, str) for turn in turns):
+                raise ValueError("'turns' must be a list of texts")
+            prompt = Prompt(str(row.get("id", row.get("question_id", number))), str(row["category"]), turns)
+        except json.JSONDecodeError as e:
+            raise UserError(f"--prompts {path}: line {number} is not JSON ({e.msg}, column {e.colno})") from e
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            what = f"no {e}" if isinstance(e, KeyError) else str(e)
+            raise UserError(
+                f"--prompts {path}: line {number}: {what}; "
+                'expected {"id": ..., "category": "...", "turns": ["..."]}'
+            ) from e
+        found.setdefault(prompt.task, []).append(prompt)
+    missing = [task for task in tasks or [] if task not in found]
+    if missing:
+        raise UserError(
+            f"--tasks: {path} has no task {', '.join(missing)}; it has {', '.join(found) or 'none'}"
+        )
+    if not found:
+        raise UserError(f"--prompts {path}: no prompts in it")
+    chosen = [task for task in found if not tasks or task in tasks]
+    return [prompt for task in chosen for prompt in found[task][:limit]]
+
+
+def groups(prompts: Sequence[Prompt], batch: int) -> Iterator[list[Prompt]]:
+    """Prompts of one task, ``batch`` at a time."""
+    for task in dict.fromkeys(prompt.task for prompt in prompts):
+        mine = [prompt for prompt in prompts if prompt.task == task]
+        for start in range(0, len(mine), batch):
+            yield mine[start : start + batch]
+
+
+def checkpoint_folder(settings: Settings, which: str) -> Path:
+    """The folder of the ``carryover`` or ``baseline`` checkpoint: the one named, or the one the package
+    carries for the target."""
+    given, option = (
+        (settings.drafter, "--drafter") if which == "carryover" else (settings.baseline, "--baseline")
+    )
+    if given:
+        folder = Path(given)
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"{option} {given}: no config.json there; "
+                "a drafter is a folder with config.json and model.safetensors"
+            )
+        return folder
+    folder = CHECKPOINTS / settings.target / ("carryover" if which == "carryover" else "dflash")
+    if not (folder / "config.json").is_file():
+        known = sorted(p.name for p in CHECKPOINTS.glob("*") if p.is_dir())
+        raise UserError(
+            f"--target {settings.target}: the package carries no {which} drafter for it "
+            f"(only for: {', '.join(known) or 'none'}); "
+            f"name a folder with {option}, or train one: carryover record, then carryover train"
+        )
+    return folder
+
+
+class Session:
+    """Target, tokenizer and drafters of one benchmark, loaded once.
+
+    ``on_step`` is called with a text before each slow step."""
+
+    def __init__(self, settings: Settings, on_step: Callable[[str], None] = lambda text: None) -> None:
+        import torch
+
+        from .drafters.dflash import DFlashDrafter
+        from .pretrained import load_target
+
+        self.settings = settings
+        self.arms = [ARMS[name] for name in settings.arms]
+        folders = {arm.drafter: checkpoint_folder(settings, arm.drafter) for arm in self.arms if arm.drafter}
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        on_step(f"loading {settings.target}")
+        self.model, self.tokenizer = load_target(settings.target, self.dtype)
+        on_step("loading the drafters")
+        self.drafters: dict[str | None, Any] = {None: None}
+        for which, folder in folders.items():
+            self.drafters[which] = DFlashDrafter.from_pretrained(folder, dtype=self.dtype)
+        carryover = self.drafters.get("carryover")
+        if carryover is not None and not carryover.config.carryover:
+            raise UserError(
+                f"--drafter {folders['carryover']}: trained without Carryover; name it with --baseline"
+            )
+        trained = [d.config.block_size for d in self.drafters.values() if d is not None]
+        if settings.block is None and trained:
+            settings.block = min(trained)
+
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation under the tokenizer's chat template; plain paragraphs where it has
+        none."""
+        if self.tokenizer.chat_template:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return list(self.tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+
+    def options(self, arm: Arm) -> dict[str, Any]:
+        """Keyword arguments of the engine for an arm."""
+        s = self.settings
+        options = {
+            "max_new_tokens": s.max_new_tokens,
+            "temperature": s.temperature,
+            "seed": s.seed,
+            "carry": arm.carry,
+        }
+        return options if arm.drafter is None else options | {"block_size": s.block}
+
+    def generate(self, arm: Arm, prompts: list[list[int]], **changes: Any) -> Any:
+        from .engine import generate
+
+        return generate(self.model, self.drafters[arm.drafter], prompts, **(self.options(arm) | changes))
+
+    def warm_up(self, prompt: list[int]) -> None:
+        """One short decode an arm, so that packing of weights and first-call costs fall outside the
+        measurement."""
+        for arm in self.arms:
+            self.generate(
+                arm, [prompt] * self.settings.batch, max_new_tokens=min(12, self.settings.max_new_tokens)
+            )
+
+
+def answers_of(ids: Sequence[str], output: Any) -> list[dict[str, Any]]:
+    """One dictionary an answer (see :mod:`carryover_ext.report`) from an engine's output."""
+    found = []
+    for index, name in enumerate(ids):
+        rounds = [r for r in output.rounds[1:] if r.num_accepted[index] >= 0]
+        found.append(
+            {
+                "id": name,
+                "tokens": len(output.tokens[index]),
+                "committed": sum(len(r.tokens[index]) for r in rounds),
+                "rounds": len(rounds),
+                "drafted": sum(r.num_drafted[index] for r in rounds),
+                "carried": sum(r.num_carried[index] for r in rounds),
+                "finish": output.finish_reasons[index],
+                "token_ids": list(output.tokens[index]),
+                "equal": None,
+                "difference": None,
+            }
+        )
+    return found
+
+
+def compare(records: Sequence[report.Record], prompts: dict[str, list[int]], referee: Any) -> None:
+    """Fills ``equal`` and ``difference`` of every drafted answer by its plain answer."""
+    plain = {a["id"]: a["token_ids"] for r in records if r["arm"] == "plain" for a in r["answers"]}
+    for record in records:
+        for answer in record["answers"]:
+            if record["arm"] != "plain" and answer["id"] in plain:
+                answer["difference"] = referee.explain(
+                    prompts[answer["id"]], plain[answer["id"]], answer["token_ids"]
+                )
+                answer["equal"] = answer["difference"] is None
+
+
+def run(
+    session: Session, prompts: Sequence[Prompt], on_group: Callable[[str, str], None] = lambda task, arm: None
+) -> list[report.Record]:
+    """Decodes every prompt with every arm and compares greedy answers with plain decoding.
+
+    ``on_group(task, arm)`` is called after each timed decode. With ``turns="all"`` the history of a later
+    turn holds the answers of the first arm, so that all arms are asked the same.
+    """
+    from .referee import Referee
+
+    settings, records = session.settings, []
+    encoded: dict[str, list[int]] = {}
+    for place, group in enumerate(groups(prompts, settings.batch)):
+        histories: dict[str, list[dict[str, str]]] = {prompt.id: [] for prompt in group}
+        for turn in range(max(len(prompt.turns) for prompt in group) if settings.turns == "all" else 1):
+            asked = [prompt for prompt in group if turn < len(prompt.turns)]
+            for prompt in asked:
+                histories[prompt.id].append({"role": "user", "content": prompt.turns[turn]})
+            ids = [prompt.id if turn == 0 else f"{prompt.id}/turn{turn + 1}" for prompt in asked]
+            tokens = [session.encode(histories[prompt.id]) for prompt in asked]
+            encoded.update(zip(ids, tokens, strict=True))
+            if place == 0 and turn == 0:
+                session.warm_up(tokens[0])
+            shift = (place + turn) % len(session.arms)
+            outputs = {}
+            for arm in [*session.arms[shift:], *session.arms[:shift]]:
+                start = time.perf_counter()
+                output = outputs[arm.name] = session.generate(arm, tokens)
+                records.append(
+                    {
+                        "task": group[0].task,
+                        "arm": arm.name,
+                        "seconds": time.perf_counter() - start,
+                        "prefill_seconds": output.prefill_seconds,
+                        "answers": answers_of(ids, output),
+                    }
+                )
+                on_group(group[0].task, arm.name)
+            for prompt, answer in zip(asked, outputs[session.arms[0].name].tokens, strict=True):
+                text = session.tokenizer.decode(answer, skip_special_tokens=True)
+                histories[prompt.id].append({"role": "assistant", "content": text})
+    if settings.temperature == 0:
+        compare(records, encoded, Referee(session.model))
+    return records
+
+
+def steps(prompts: Sequence[Prompt], settings: Settings) -> int:
+    """How many timed decodes :func:`run` will make: the length of a progress bar."""
+    turns = [
+        1 if settings.turns == "first" else max(len(p.turns) for p in g)
+        for g in groups(prompts, settings.batch)
+    ]
+    return sum(turns) * len(settings.arms)
+
+
+def measure(session: Session, prompts: Sequence[Prompt], console: Any) -> dict[str, Any]:
+    """:func:`run` behind a progress bar; returns the document of :func:`carryover_ext.report.document`."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from .environment import environment
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("warming up", total=steps(prompts, session.settings))
+
+        def advance(task: str, arm: str) -> None:
+            progress.update(bar, advance=1, description=f"{task}, {arm}")
+
+        records = run(session, prompts, advance)
+        progress.update(bar, description="done")
+    return report.document(asdict(session.settings), environment(), records)
+
+
+def publish(doc: dict[str, Any], out: Path, console: Any, name: str) -> int:
+    """Prints the tables, writes ``NAME.json`` and ``NAME.png`` into ``out`` and says where.
+
+    Returns the exit status: 1 when an output differs from plain decoding and rounding does not explain
+    it, else 0."""
+    arms, rows, settings = doc["settings"]["arms"], doc["rows"], doc["settings"]
+    count = rows[-1]["prompts"]
+    title = (
+        f"{report.settings_text(settings)}, {count} answers of at most {settings['max_new_tokens']} tokens"
+    )
+    console.print(report.rich_table(title, report.task_grid(rows, arms), average=True))
+    console.print(report.rich_table("All tasks, by arm", report.arm_grid(rows, arms)))
+    for line in [*report.gain_lines(doc), *report.equality_lines(doc)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    written = [report.write_json(out / f"{name}.json", doc), report.plot(doc, out / f"{name}.png")]
+    console.print(
+        "Written: " + " and ".join(str(path) for path in written),
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return 1 if report.unexplained(doc) else 0

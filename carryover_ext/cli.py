@@ -1,0 +1,263 @@
+"""``carryover demo | generate | bench | record | train | evaluate | env``.
+
+Nothing heavy is imported before the arguments are understood: ``carryover --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import __version__, bench
+
+TARGET = "smollm2-135m"
+DTYPES = ("bfloat16", "float32")
+TRAINING = {
+    "record": "let the target answer prompts, for training",
+    "train": "train a drafter on recordings: baseline, then parallel draft-verify-draft",
+    "evaluate": "acceptance length of drafters on held-out recordings",
+}
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def temperature(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 (greedy) nor positive")
+    return value
+
+
+def block(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"{text} is below 2 (the anchor and one draft)")
+    return value
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
+    parser.add_argument("--target", default=TARGET, help=f"{TARGET}, a Hugging Face folder, or a hub id")
+    parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the one in the package)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--threads", type=positive, help="threads of PyTorch (default: its own choice)")
+    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--block", type=block, help="rows verified a round (default: as the drafter was trained)"
+    )
+    names = ("--max-new-tokens", "--tokens")
+    parser.add_argument(
+        *names, dest="max_new_tokens", type=positive, default=tokens, help=f"default {tokens}"
+    )
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser, tokens: int, out: str) -> None:
+    add_model_arguments(parser, tokens)
+    parser.add_argument("--baseline", help="folder of the baseline drafter (default: the one in the package)")
+    parser.add_argument("--arms", default=",".join(bench.ARMS), help="comma-separated (default: %(default)s)")
+    parser.add_argument("--tasks", help="comma-separated categories of the prompts (default: all)")
+    parser.add_argument("--batch", type=positive, default=1, help="prompts decoded together (default 1)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(out), help="folder of the JSON and the plot (default: %(default)s)"
+    )
+
+
+def demo_arguments(parser: argparse.ArgumentParser) -> None:
+    add_bench_arguments(parser, 48, "runs/demo")
+    parser.add_argument("--per-task", type=positive, default=3, help="prompts of each task (default 3)")
+    parser.add_argument("--full", action="store_true", help="all 64 prompts")
+
+
+def bench_arguments(parser: argparse.ArgumentParser) -> None:
+    add_bench_arguments(parser, 128, "runs/bench")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        help="JSON lines in the Spec-Bench form, or 'demo' for those of the package",
+    )
+    parser.add_argument("--limit", type=positive, help="prompts of each task (default: all)")
+    parser.add_argument(
+        "--turns", choices=("first", "all"), default="first", help="turns of each conversation"
+    )
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, 256)
+    parser.add_argument("prompt", help="the user's turn; '-' reads it from standard input")
+    parser.add_argument("--arm", choices=tuple(bench.ARMS), default="carryover")
+    parser.add_argument("--baseline", help="folder of the baseline drafter, for --arm dflash")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--rounds", action="store_true", help="show which tokens came from one verification")
+
+
+def env_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def set_threads(count: int | None) -> None:
+    if count:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+def settings_of(
+    args: argparse.Namespace, prompts: str, limit: int | None, turns: str = "first"
+) -> bench.Settings:
+    tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
+    return bench.Settings(
+        target=args.target,
+        prompts=prompts,
+        arms=bench.parse_arms(args.arms),
+        tasks=tasks,
+        limit=limit,
+        turns=turns,
+        temperature=args.temperature,
+        batch=args.batch,
+        block=args.block,
+        dtype=args.dtype,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        drafter=args.drafter,
+        baseline=args.baseline,
+    )
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .demo import run_demo
+
+    settings = settings_of(args, "demo", None if args.full else args.per_task)
+    set_threads(args.threads)
+    return run_demo(settings, args.out, Console())
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    settings = settings_of(args, args.prompts, args.limit, args.turns)
+    # Before anything is loaded: a mistyped path should not cost a minute.
+    prompts = bench.read_prompts(settings.prompts, settings.tasks, settings.limit)
+    set_threads(args.threads)
+    console = Console()
+    with console.status("starting") as status:
+        session = bench.Session(settings, lambda text: status.update(text))
+    return bench.publish(bench.measure(session, prompts, console), args.out, console, "bench")
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .demo import TextStream, show_rounds
+    from .engine import stream
+
+    args.arms, args.tasks, args.batch = args.arm, None, 1
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not prompt.strip():
+        raise bench.UserError("prompt: is empty")
+    settings = settings_of(args, "", None)
+    set_threads(args.threads)
+    session = bench.Session(settings)
+    [arm] = session.arms
+    options = session.options(arm) | {"top_k": args.top_k, "top_p": args.top_p}
+    tokens = session.encode([{"role": "user", "content": prompt}])
+    rounds = stream(session.model, session.drafters[arm.drafter], [tokens], **options)
+    if args.rounds:
+        show_rounds(rounds, session.tokenizer, Console())
+        return 0
+    text = TextStream(session.tokenizer)
+    for step in rounds:
+        print(text.push(step.tokens[0]), end="", flush=True)
+    print(text.close())
+    return 0
+
+
+def run_env(args: argparse.Namespace) -> int:
+    from .environment import cached_targets, carried_checkpoints, environment
+
+    found = environment()
+    found |= {"drafters in the package": carried_checkpoints(), "targets cached": cached_targets()}
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    for key, value in found.items():
+        if key != "summary":
+            shown = (
+                (", ".join(value) or "none")
+                if isinstance(value, list)
+                else ("none" if value is None else value)
+            )
+            print(f"{key:24} {shown}")
+    return 0
+
+
+COMMANDS: dict[
+    str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+] = {
+    "demo": ("see it work: one answer round by round, then a table by task", demo_arguments, run_demo),
+    "generate": ("answer a prompt", generate_arguments, run_generate),
+    "bench": ("compare ways to decode on prompts of your own", bench_arguments, run_bench),
+    "env": ("versions, machine, what is cached", env_arguments, run_env),
+}
+
+
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser; arguments of a training command are added only when ``command`` is that one (they
+    import PyTorch)."""
+    parser = argparse.ArgumentParser(
+        prog="carryover",
+        description="Speculative decoding that recycles the hidden states of rejected draft tokens.",
+    )
+    parser.add_argument("--version", action="version", version=f"carryover_ext {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show the whole traceback of an error")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, (text, add_arguments, run) in COMMANDS.items():
+        one = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        add_arguments(one)
+        one.set_defaults(run=run)
+    for name, text in TRAINING.items():
+        one = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        if name == command:
+            from .training import commands as training
+
+            getattr(training, f"add_{name}_arguments")(one)
+            one.set_defaults(run=getattr(training, f"run_{name}"))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns 0, 1 for an unexplained difference in a benchmark, 2 for a mistake in what was
+    typed or named."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # Threads that spin while they wait slow each other down on a shared machine; must be set before
+    # PyTorch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    args = build_parser(next((a for a in argv if not a.startswith("-")), None)).parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except (bench.UserError, ValueError, OSError, RuntimeError, ImportError) as e:
+        if args.traceback:
+            raise
+        print(f"carryover {args.command}: {e}", file=sys.stderr)
+        if not isinstance(e, bench.UserError):
+            print("(carryover --traceback ... shows where)", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
