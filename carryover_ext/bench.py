@@ -170,6 +170,7 @@ class Session:
 
     def __init__(self, settings: Settings, on_step: Callable[[str], None] = lambda text: None) -> None:
         import torch
+        from transformers.utils import logging
 
         from .drafters.dflash import DFlashDrafter
         from .pretrained import load_target
@@ -178,6 +179,7 @@ class Session:
         self.arms = [ARMS[name] for name in settings.arms]
         folders = {arm.drafter: checkpoint_folder(settings, arm.drafter) for arm in self.arms if arm.drafter}
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         on_step(f"loading {settings.target}")
         self.model, self.tokenizer = load_target(settings.target, self.dtype)
         on_step("loading the drafters")
@@ -335,14 +337,18 @@ def measure(session: Session, prompts: Sequence[Prompt], console: Any) -> dict[s
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console) as progress:
+    # Drawn between the timed decodes only: a bar that refreshes by itself would take time from them.
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
         bar = progress.add_task("warming up", total=steps(prompts, session.settings))
 
         def advance(task: str, arm: str) -> None:
             progress.update(bar, advance=1, description=f"{task}, {arm}")
+            progress.refresh()
 
+        progress.refresh()
         records = run(session, prompts, advance)
         progress.update(bar, description="done")
+        progress.refresh()
     return report.document(asdict(session.settings), environment(), records)
 
 

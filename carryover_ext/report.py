@@ -297,13 +297,13 @@ def headline(doc: dict[str, Any]) -> str:
     on = average.get("carryover")
     if not on or on["al"] is None:
         return "Tokens a verification, and speed, by task"
-    parts = [f"Carryover commits {on['al']:.2f} tokens a verification"]
+    line = f"Carryover: {on['al']:.2f} tokens a verification"
     gain = doc["al_gain"].get("carryover/dflash")
     if gain:
-        parts.append(f"{gain['gain']:+.1%} over the same drafter without it")
+        line += f" ({gain['gain']:+.1%} over the baseline drafter)"
     if on["to_plain"] is not None:
-        parts.append(f"{on['to_plain']:.2f}x the speed of plain decoding")
-    return ", ".join(parts)
+        line += f", {on['to_plain']:.2f}x the speed of plain decoding"
+    return line
 
 
 def plot(doc: dict[str, Any], path: str | Path) -> Path:
@@ -329,7 +329,7 @@ def plot(doc: dict[str, Any], path: str | Path) -> Path:
             values = [row["arms"][arm][key] or 0.0 for row in rows]
             spots = [centre + (place - (len(shown) - 1) / 2) * width for centre in centres]
             bars = axis.bar(spots, values, width * 0.92, color=COLOURS[arm], label=names[arm])
-            axis.bar_label(bars, fmt="%.1f" if key == "al" else "%.0f", fontsize=7, padding=1)
+            axis.bar_label(bars, fmt="%.2f" if key == "al" else "%.0f", fontsize=7, padding=1)
         axis.set_ylabel(label)
         axis.set_xticks(
             centres, ["all tasks" if row["task"] == ALL else row["task"].replace("_", "\n") for row in rows]

@@ -142,7 +142,7 @@ def test_document_survives_json(tmp_path):
 
 def test_headline_tells_the_numbers():
     assert report.headline(doc()) == (
-        "Carryover commits 3.00 tokens a verification, +50.0% over the same drafter without it, "
+        "Carryover: 3.00 tokens a verification (+50.0% over the baseline drafter), "
         "2.40x the speed of plain decoding"
     )
 

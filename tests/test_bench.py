@@ -1,0 +1,271 @@
+"""The decoding benchmark: prompts, arms, accounting, comparison with plain decoding; tiny model end to end."""
+
+import json
+
+import pytest
+import tiny_models
+import torch
+
+from carryover_ext import bench, report
+from carryover_ext.bench import Prompt, Settings, UserError
+from carryover_ext.cli import main
+from carryover_ext.engine import GenerateOutput, Round
+
+
+def write(path, *rows):
+    path.write_text(
+        "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8"
+    )
+    return path
+
+
+def row(name, task, *turns):
+    return {"id": name, "category": task, "turns": list(turns)}
+
+
+# ------------------------------------------------------------------------------------------------ prompts
+# and arms
+
+
+def test_reader_keeps_order_and_limits_each_task(tmp_path):
+    path = write(
+        tmp_path / "p.jsonl", row(1, "b", "x"), row(2, "a", "y", "y2"), "", row(3, "b", "z"), row(4, "b", "w")
+    )
+    assert [p.id for p in bench.read_prompts(path)] == ["1", "3", "4", "2"]
+    assert [p.id for p in bench.read_prompts(path, limit=2)] == ["1", "3", "2"]
+    assert bench.read_prompts(path, tasks=["a"]) == [Prompt("2", "a", ("y", "y2"))]
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{oops", ["line 2", "not JSON", "column 2"]),
+        ('{"id": 1, "turns": ["x"]}', ["line 2", "no 'category'"]),
+        ('{"id": 1, "category": "a"}', ["line 2", "no 'turns'"]),
+        ('{"id": 1, "category": "a", "turns": []}', ["line 2", "'turns' must be a list"]),
+        ('{"id": 1, "category": "a", "turns": "x"}', ["line 2", "'turns' must be a list"]),
+        ('{"id": 1, "category": "a", "turns": [3]}', ["line 2", "'turns' must be a list"]),
+        ("[1, 2]", ["line 2", "expected"]),
+        ("7", ["line 2", "expected"]),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, words):
+    path = write(tmp_path / "p.jsonl", row(1, "a", "x"), line)
+    with pytest.raises(UserError) as e:
+        bench.read_prompts(path)
+    assert all(word in str(e.value) for word in [*words, "p.jsonl"])
+
+
+def test_missing_file_empty_file_and_unknown_task(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.jsonl: cannot be read"):
+        bench.read_prompts(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match="no prompts"):
+        bench.read_prompts(write(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match="no task poetry; it has a"):
+        bench.read_prompts(write(tmp_path / "p.jsonl", row(1, "a", "x")), tasks=["poetry"])
+
+
+def test_arms_come_in_a_fixed_order():
+    assert bench.parse_arms("carryover, plain") == ["plain", "carryover"]
+    for text in ("plain,eagle", "", ","):
+        with pytest.raises(UserError, match="choose from plain, dflash, carryover-off, carryover"):
+            bench.parse_arms(text)
+
+
+def test_groups_never_mix_tasks():
+    prompts = [Prompt(str(i), task, ("x",)) for i, task in enumerate("aababb")]
+    assert [[p.id for p in g] for g in bench.groups(prompts, 2)] == [["0", "1"], ["3"], ["2", "4"], ["5"]]
+
+
+def test_a_target_without_drafters_says_what_to_do():
+    settings = Settings(target="some-model", prompts="demo", arms=["carryover"])
+    with pytest.raises(UserError, match=r"some-model.*--drafter"):
+        bench.checkpoint_folder(settings, "carryover")
+    settings.baseline = "no/such/folder"
+    with pytest.raises(UserError, match=r"--baseline no/such/folder: no config.json"):
+        bench.checkpoint_folder(settings, "baseline")
+
+
+# ------------------------------------------------------------------------------------------------------
+# accounting
+
+
+def test_answers_count_only_verifications_a_request_took_part_in():
+    rounds = [
+        Round(0, [[5], [6]], [0, 0], [0, 0], [0, 0], [False, False]),
+        Round(1, [[1, 2, 3], [4]], [2, 0], [5, 5], [3, 0], [False, True]),
+        Round(2, [[7, 8], []], [1, -1], [5, 0], [4, 0], [True, True]),
+    ]
+    output = GenerateOutput([[5, 1, 2, 3, 7, 8], [6, 4]], ["length", "stop"], [9, 9], rounds, 2.0, 0.5)
+    first, second = bench.answers_of(["a", "b"], output)
+    assert (first["tokens"], first["committed"], first["rounds"], first["carried"]) == (6, 5, 2, 7)
+    assert (second["tokens"], second["committed"], second["rounds"], second["drafted"]) == (2, 1, 1, 5)
+    # micro-average: (5 + 1) tokens in (2 + 1) rounds, the same as the engine's own statistic
+    record = {"task": "t", "arm": "dflash", "seconds": 2.0, "answers": [first, second]}
+    assert report.cell([record])["al"] == pytest.approx(2.0) == output.acceptance_length
+
+
+class Judge:
+    """A referee that calls every difference explained."""
+
+    def explain(self, prompt, plain, other):
+        return (
+            None
+            if plain == other
+            else {"index": 0, "gap": 0.0, "rounding": 1.0, "explained": True, "prompt": prompt}
+        )
+
+
+def test_compare_matches_answers_by_id_and_prompt():
+    def record(arm, *tokens):
+        return {
+            "arm": arm,
+            "answers": [{"id": f"p{i}", "token_ids": t, "equal": None} for i, t in enumerate(tokens)],
+        }
+
+    records = [record("carryover", [1, 2], [3]), record("plain", [1, 2], [4])]
+    bench.compare(records, {"p0": [10], "p1": [11]}, Judge())
+    assert [a["equal"] for a in records[0]["answers"]] == [True, False]
+    assert records[0]["answers"][1]["difference"]["prompt"] == [11]
+    assert [a["equal"] for a in records[1]["answers"]] == [None, None]
+
+
+# ------------------------------------------------------------------------------------------------------
+# end to end
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "target": tiny_models.save_target(root / "target"),
+        "drafter": tiny_models.save_drafter(root / "carryover", True),
+        "baseline": tiny_models.save_drafter(root / "dflash", False),
+        "root": root,
+    }
+
+
+def command(folders, out, *more, dtype="float32"):
+    names = [f"--{name}={folders[name]}" for name in ("target", "drafter", "baseline")]
+    return ["bench", *names, f"--out={out}", f"--dtype={dtype}", "--max-new-tokens=12", *more]
+
+
+@pytest.fixture(scope="module")
+def prompts(folders):
+    rows = [
+        row(i, task, f"{task} number {i}, please", "and again") for i, task in enumerate(["qa", "math", "qa"])
+    ]
+    return write(folders["root"] / "prompts.jsonl", *rows)
+
+
+def test_bench_end_to_end_in_float32(folders, prompts, tmp_path, capsys):
+    assert main(command(folders, tmp_path, f"--prompts={prompts}")) == 0
+    doc = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+    text = capsys.readouterr().out
+    assert "all (3)" in text and "bench.json" in text and "9 of 9" in text
+    assert [r["task"] for r in doc["rows"]] == ["qa", "math", "all"]
+    average = doc["rows"][-1]["arms"]
+    for arm in ("dflash", "carryover-off", "carryover"):
+        assert average[arm]["equal"] == average[arm]["compared"] == 3
+        assert average[arm]["al"] >= 1.0
+    drafted = {r["arm"]: sum(a["drafted"] for a in r["answers"]) for r in doc["records"]}
+    assert drafted["plain"] == 0 and all(drafted[arm] > 0 for arm in drafted if arm != "plain")
+    assert average["carryover"]["carried"] > 0
+    assert average["carryover-off"]["carried"] == average["dflash"]["carried"] == 0
+    assert average["plain"]["al"] == 1.0
+    assert doc["settings"]["block"] == 6 and "torch" in doc["environment"]["summary"]
+    assert len(doc["records"]) == 3 * 4
+
+
+def test_order_of_arms_rotates(folders, prompts, tmp_path):
+    main(command(folders, tmp_path, f"--prompts={prompts}", "--arms=plain,carryover"))
+    records = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))["records"]
+    assert [r["arm"] for r in records] == ["plain", "carryover", "carryover", "plain", "plain", "carryover"]
+
+
+def test_batches_turns_and_tasks(folders, prompts, tmp_path):
+    more = ["--batch=2", "--turns=all", "--tasks=qa", "--arms=plain,carryover", f"--prompts={prompts}"]
+    assert main(command(folders, tmp_path, *more)) == 0
+    doc = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert [[a["id"] for a in r["answers"]] for r in doc["records"][::2]] == [
+        ["0", "2"],
+        ["0/turn2", "2/turn2"],
+    ]
+    assert doc["rows"][-1]["arms"]["carryover"]["equal"] == 4
+
+
+def test_later_turns_see_the_same_history_in_every_arm(folders, prompts):
+    settings = Settings(
+        str(folders["target"]), str(prompts), ["plain", "carryover"], turns="all", dtype="float32"
+    )
+    settings.drafter, settings.max_new_tokens = str(folders["drafter"]), 6
+    session = bench.Session(settings)
+    asked = []
+    original = session.generate
+
+    def generate(arm, tokens, **changes):
+        if not changes:
+            asked.append((arm.name, session.tokenizer.decode(tokens[0])))
+        return original(arm, tokens, **changes)
+
+    session.generate = generate
+    bench.run(session, bench.read_prompts(prompts, limit=1, tasks=["math"]))
+    texts = {arm: [text for name, text in asked if name == arm] for arm in ("plain", "carryover")}
+    assert texts["plain"] == texts["carryover"] and len(texts["plain"]) == 2
+    assert texts["plain"][1].startswith(texts["plain"][0]) and "and again" in texts["plain"][1]
+
+
+def test_sampling_compares_nothing(folders, prompts, tmp_path):
+    assert main(command(folders, tmp_path, f"--prompts={prompts}", "--temperature=1", "--limit=1")) == 0
+    doc = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert all(a["equal"] is None for r in doc["records"] for a in r["answers"])
+
+
+def test_an_unexplained_difference_fails_the_command(folders, prompts, tmp_path, monkeypatch):
+    from carryover_ext import engine
+
+    original = engine.generate
+
+    def broken(target, drafter, ids, **options):
+        output = original(target, drafter, ids, **options)
+        if drafter is not None:
+            output.tokens[0][3] = (output.tokens[0][3] + 7) % 256
+        return output
+
+    monkeypatch.setattr(engine, "generate", broken)
+    assert main(command(folders, tmp_path, f"--prompts={prompts}", "--limit=1", dtype="bfloat16")) == 1
+    doc = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert report.unexplained(doc) > 0
+
+
+def test_prompt_is_plain_text_without_a_chat_template(tmp_path):
+    settings = Settings(
+        str(tiny_models.save_target(tmp_path / "t", chat=False)), "demo", ["plain"], dtype="float32"
+    )
+    session = bench.Session(settings)
+    assert session.tokenizer.decode(session.encode([{"role": "user", "content": "hello"}])) == "hello"
+    assert settings.block is None
+
+
+def test_baseline_folder_given_as_carryover_is_refused(folders):
+    settings = Settings(str(folders["target"]), "demo", ["carryover"], drafter=str(folders["baseline"]))
+    with pytest.raises(UserError, match="trained without Carryover"):
+        bench.Session(settings)
+
+
+def test_drafter_of_another_target_is_refused(folders, prompts, tmp_path, capsys):
+    other = tiny_models.save_drafter(tmp_path / "other", True, target_layer_ids=[0, 9], num_target_layers=12)
+    status = main(command(folders | {"drafter": other}, tmp_path, f"--prompts={prompts}", "--arms=carryover"))
+    assert status == 2
+    error = capsys.readouterr().err
+    assert "carryover bench:" in error and "Traceback" not in error
+
+
+def test_threads_are_set(folders, prompts, tmp_path):
+    before = torch.get_num_threads()
+    try:
+        main(command(folders, tmp_path, f"--prompts={prompts}", "--arms=plain", "--limit=1", "--threads=1"))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
