@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +25,25 @@ _load()
 
 ops = torch.ops.carryover_ext
 
+# The projection ops call GEMMs inside, which autocast would cast behind their back: they run below it, in the
+# dtype of their arguments. The registrations live as long as this object.
+_below_autocast = torch.library.Library("carryover_ext", "IMPL", "AutocastCPU")
+
+
+def _run_below_autocast(name: str) -> None:
+    op = getattr(ops, name).default
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*args, **kwargs)
+
+    _below_autocast.impl(name, call)
+
+
+for _name in ("project_kv", "commit_and_carry"):
+    _run_below_autocast(_name)
+
 
 def cpu_capability() -> str:
     """Instruction set that the CPU kernels use: `default`, `avx2`, `avx512` or `avx512_bf16`.
@@ -40,7 +60,7 @@ def available_capabilities() -> tuple[str, ...]:
 
 
 def set_cpu_capability(name: str) -> None:
-    """Switches the CPU kernels to `name`, one of :func:`available_capabilities`; for tests and measurements."""
+    """Switches the CPU kernels to `name`, one of :func:`available_capabilities`, for tests and benchmarks."""
     if name not in LEVELS:
         raise ValueError(f"name={name!r} is not one of {', '.join(LEVELS)}")
     ops.set_cpu_level(LEVELS.index(name))

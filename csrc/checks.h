@@ -1,13 +1,13 @@
 // Argument checks. Every message has the form "op: argument ... got VALUE; REMEDY".
 #pragma once
 
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
 #include <initializer_list>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 namespace carryover {
 
@@ -16,15 +16,24 @@ using torch::stable::Tensor;
 
 inline std::string dtype_name(ScalarType t) {
   switch (t) {
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::Byte: return "uint8";
-    default: return "dtype #" + std::to_string(static_cast<int>(t));
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Byte:
+      return "uint8";
+    default:
+      return "dtype #" + std::to_string(static_cast<int>(t));
   }
 }
 
@@ -53,28 +62,30 @@ class Checker {
   }
 
   void cpu(const Tensor& t, const char* name) const {
-    require(t.is_cpu(), name, " must be on the CPU like the other arguments, got a tensor of another device; ",
+    require(t.is_cpu(), name,
+            " must be on the CPU like the other arguments, got a tensor of another device; ",
             "move it with .cpu()");
   }
 
   void dtype(const Tensor& t, const char* name, ScalarType want) const {
     cpu(t, name);
-    require(t.scalar_type() == want, name, " must be ", dtype_name(want), ", got ", dtype_name(t.scalar_type()),
-            "; convert it with .to(torch.", dtype_name(want), ")");
+    require(t.scalar_type() == want, name, " must be ", dtype_name(want), ", got ",
+            dtype_name(t.scalar_type()), "; convert it with .to(torch.", dtype_name(want), ")");
   }
 
   void floating(const Tensor& t, const char* name) const {
     cpu(t, name);
     const ScalarType s = t.scalar_type();
     require(s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Double, name,
-            " must be float32, bfloat16 or float64, got ", dtype_name(s), "; convert it with .to(torch.float32)");
+            " must be float32, bfloat16 or float64, got ", dtype_name(s),
+            "; convert it with .to(torch.float32)");
   }
 
   void same_dtype(const Tensor& t, const char* name, const Tensor& ref, const char* ref_name) const {
     cpu(t, name);
     require(t.scalar_type() == ref.scalar_type(), name, " must have the dtype of ", ref_name, ", ",
-            dtype_name(ref.scalar_type()), ", got ", dtype_name(t.scalar_type()), "; convert it with .to(torch.",
-            dtype_name(ref.scalar_type()), ")");
+            dtype_name(ref.scalar_type()), ", got ", dtype_name(t.scalar_type()),
+            "; convert it with .to(torch.", dtype_name(ref.scalar_type()), ")");
   }
 
   void rank(const Tensor& t, const char* name, int64_t dims, const char* layout) const {
@@ -82,7 +93,8 @@ class Checker {
   }
 
   // Checks every size; a negative entry matches anything.
-  void shape(const Tensor& t, const char* name, std::initializer_list<int64_t> want, const char* layout) const {
+  void shape(const Tensor& t, const char* name, std::initializer_list<int64_t> want,
+             const char* layout) const {
     bool ok = t.dim() == static_cast<int64_t>(want.size());
     int64_t i = 0;
     for (int64_t w : want) {
@@ -106,8 +118,9 @@ class Checker {
   // Rows may be strided, elements of a row may not.
   void dense_rows(const Tensor& t, const char* name) const {
     const int64_t last = t.dim() - 1;
-    require(t.size(last) <= 1 || t.stride(last) == 1, name, " must be contiguous in its last dimension, got strides ",
-            strides_text(t), " for shape ", shape_text(t), "; call .contiguous()");
+    require(t.size(last) <= 1 || t.stride(last) == 1, name,
+            " must be contiguous in its last dimension, got strides ", strides_text(t), " for shape ",
+            shape_text(t), "; call .contiguous()");
   }
 
  private:

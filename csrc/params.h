@@ -37,7 +37,8 @@ struct KvDestination {
   int64_t k_head, v_head;
 };
 
-// Epilogue of the second GEMM: k_norm, RoPE, and each row to where it belongs. Work item = row * layers + layer.
+// Epilogue of the second GEMM: k_norm, RoPE, and each row to where it belongs. Work item = row * layers +
+// layer.
 struct KvParams {
   DType dtype;
   const void* kv;          // [T, layers, 2, heads, dim]

@@ -219,6 +219,18 @@ def test_weights_that_require_grad_record_nothing_under_no_grad():
     assert not k.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_no_bit(dtype):
+    shape = SHAPES[0]
+    features, positions, carried = _inputs(shape, torch.float32, 5)
+    w = weights(shape, torch.float32)
+    expected = ops.project_kv(features, positions, *w.args(), carried)
+    with torch.autocast("cpu", dtype):
+        actual = ops.project_kv(features, positions, *w.args(), carried)
+    for a, e in zip(actual, expected, strict=True):
+        assert_equal(a, e)
+
+
 def _arguments(**change):
     shape = Shape(8, 6, 2, 3, 4, 4)
     torch.manual_seed(0)

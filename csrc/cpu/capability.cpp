@@ -13,7 +13,8 @@ const char* const kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
 Level detect() {
 #ifdef CARRYOVER_X86
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512 && __builtin_cpu_supports("avx512bf16")) return Level::kAvx512Bf16;
@@ -51,9 +52,17 @@ std::atomic<int>& current() {
 
 }  // namespace
 
-Level level() { return static_cast<Level>(current().load(std::memory_order_relaxed)); }
-int64_t cpu_level() { return static_cast<int64_t>(level()); }
-int64_t max_cpu_level() { return static_cast<int64_t>(detect()); }
-void set_cpu_level(int64_t value) { current().store(static_cast<int>(checked(value))); }
+Level level() {
+  return static_cast<Level>(current().load(std::memory_order_relaxed));
+}
+int64_t cpu_level() {
+  return static_cast<int64_t>(level());
+}
+int64_t max_cpu_level() {
+  return static_cast<int64_t>(detect());
+}
+void set_cpu_level(int64_t value) {
+  current().store(static_cast<int>(checked(value)));
+}
 
 }  // namespace carryover

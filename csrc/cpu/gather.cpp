@@ -1,7 +1,7 @@
 // gather_rejected: a copy, so the rows move as bytes whatever their dtype.
-#include <cstring>
-
 #include <torch/csrc/stable/ops.h>
+
+#include <cstring>
 
 #include "checks.h"
 #include "cpu/ragged.h"

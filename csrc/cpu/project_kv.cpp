@@ -1,11 +1,12 @@
-// project_kv and commit_and_carry: GEMM, epilogue 1 (embedding, RMS norm), GEMM, epilogue 2 (k_norm, RoPE, routing).
-// The two GEMMs see every row in both ops and whatever `carry` says, so the bits of a committed row never depend on
-// what happens to the other rows. The GEMMs are aten::linear (oneDNN, MKL); only the epilogues are ours.
-#include <array>
-#include <vector>
-
+// project_kv and commit_and_carry: GEMM, epilogue 1 (embedding, RMS norm), GEMM, epilogue 2 (k_norm, RoPE,
+// routing). The two GEMMs see every row in both ops and whatever `carry` says, so the bits of a committed row
+// never depend on what happens to the other rows. The GEMMs are aten::linear (oneDNN, MKL); only the
+// epilogues are ours.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <vector>
 
 #include "checks.h"
 #include "cpu/dispatch.h"
@@ -47,8 +48,14 @@ struct Weights {
   Weights(const Checker& check, const Tensor& features, const Tensor& fc_weight, const Tensor& norm_weight,
           const Tensor& kv_weight, const Tensor& k_norm_weight, const Tensor& cos_sin_table,
           const std::optional<Tensor>& carry_embedding, double eps_arg, bool carry_pre_norm)
-      : fc(fc_weight), norm(norm_weight), kv(kv_weight), k_norm(k_norm_weight), cos_sin(cos_sin_table),
-        embedding(carry_embedding), eps(eps_arg), pre_norm(carry_pre_norm) {
+      : fc(fc_weight),
+        norm(norm_weight),
+        kv(kv_weight),
+        k_norm(k_norm_weight),
+        cos_sin(cos_sin_table),
+        embedding(carry_embedding),
+        eps(eps_arg),
+        pre_norm(carry_pre_norm) {
     check.floating(features, "features");
     check.rank(features, "features", 2, "[T, F]");
     check.same_dtype(fc, "fc_weight", features, "features");
@@ -66,15 +73,17 @@ struct Weights {
     check.same_dtype(kv, "kv_weight", features, "features");
     check.shape(kv, "kv_weight", {-1, hidden}, "[L*2*nkv*d, H]");
     heads = kv.size(0) / (2 * layers * dim);
-    check.require(heads > 0 && kv.size(0) == 2 * layers * heads * dim, "kv_weight must have L*2*nkv*d rows with L = ",
-                  layers, " and d = ", dim, " (from k_norm_weight), got ", shape_text(kv));
+    check.require(heads > 0 && kv.size(0) == 2 * layers * heads * dim,
+                  "kv_weight must have L*2*nkv*d rows with L = ", layers, " and d = ", dim,
+                  " (from k_norm_weight), got ", shape_text(kv));
     check.dtype(cos_sin, "cos_sin", ScalarType::Float);
     check.rank(cos_sin, "cos_sin", 2, "[P, rot]");
     check.contiguous(cos_sin, "cos_sin");
     positions = cos_sin.size(0);
     rot = cos_sin.size(1);
-    check.require(rot % 2 == 0 && rot <= dim, "cos_sin must have an even number of columns, at most d = ", dim,
-                  ", got ", shape_text(cos_sin));
+    check.require(rot % 2 == 0 && rot <= dim,
+                  "cos_sin must have an even number of columns, at most d = ", dim, ", got ",
+                  shape_text(cos_sin));
     if (embedding) vector(check, *embedding, "carry_embedding", features);
     check.require(eps >= 0, "eps must be >= 0, got ", eps);
   }
@@ -101,8 +110,9 @@ const int32_t* checked_positions(const Checker& check, const Tensor& positions, 
 }
 
 // Both GEMMs with their epilogues. `carried` marks the rows that get the embedding.
-void launch(const Tensor& features, const Weights& w, const uint8_t* carried, const std::vector<RowRoute>& routes,
-            const KvDestination& committed, const KvDestination& segment) {
+void launch(const Tensor& features, const Weights& w, const uint8_t* carried,
+            const std::vector<RowRoute>& routes, const KvDestination& committed,
+            const KvDestination& segment) {
   const NoGrad no_grad;
   const DType dtype = kernel_dtype(features.scalar_type());
   const int64_t rows = features.size(0);
@@ -121,28 +131,40 @@ void launch(const Tensor& features, const Weights& w, const uint8_t* carried, co
   });
 
   const Tensor kv = linear(u, w.kv);
-  const KvParams route{dtype,          kv.const_data_ptr(), w.k_norm.const_data_ptr(), w.cos_sin.const_data_ptr<float>(),
-                       routes.data(),  {committed, segment}, rows, w.layers, w.heads, w.dim, w.rot, w.eps};
-  torch::stable::parallel_for(0, rows * w.layers, 1 + 8192 / (w.heads * w.dim), [&](int64_t begin, int64_t end) {
-    CARRYOVER_CALL(route_kv, route, begin, end);
-  });
+  const KvParams route{dtype,
+                       kv.const_data_ptr(),
+                       w.k_norm.const_data_ptr(),
+                       w.cos_sin.const_data_ptr<float>(),
+                       routes.data(),
+                       {committed, segment},
+                       rows,
+                       w.layers,
+                       w.heads,
+                       w.dim,
+                       w.rot,
+                       w.eps};
+  torch::stable::parallel_for(
+      0, rows * w.layers, 1 + 8192 / (w.heads * w.dim),
+      [&](int64_t begin, int64_t end) { CARRYOVER_CALL(route_kv, route, begin, end); });
 }
 
 // Strides of a [L, ..., nkv, d] pair.
 KvDestination destination(const Tensor& k, const Tensor& v) {
   const int64_t head = k.dim() - 2;
-  return {k.mutable_data_ptr(), v.mutable_data_ptr(), k.stride(0), v.stride(0), k.stride(head), v.stride(head)};
+  return {k.mutable_data_ptr(), v.mutable_data_ptr(), k.stride(0),
+          v.stride(0),          k.stride(head),       v.stride(head)};
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& positions, const Tensor& fc_weight,
-                                      const Tensor& norm_weight, const Tensor& kv_weight, const Tensor& k_norm_weight,
+std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& positions,
+                                      const Tensor& fc_weight, const Tensor& norm_weight,
+                                      const Tensor& kv_weight, const Tensor& k_norm_weight,
                                       const Tensor& cos_sin, std::optional<Tensor> carry_embedding,
                                       std::optional<Tensor> carried, double eps, bool carry_pre_norm) {
   const Checker check("project_kv");
-  const Weights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding, eps,
-                  carry_pre_norm);
+  const Weights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding,
+                  eps, carry_pre_norm);
   const int64_t total = features.size(0);
   const int32_t* position = checked_positions(check, positions, total);
   std::vector<uint8_t> none;
@@ -151,7 +173,8 @@ std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& posi
     check.dtype(*carried, "carried", ScalarType::Bool);
     check.shape(*carried, "carried", {total}, "[T]");
     check.contiguous(*carried, "carried");
-    check.require(carry_embedding.has_value(), "carried marks rows but carry_embedding is None; pass both or none");
+    check.require(carry_embedding.has_value(),
+                  "carried marks rows but carry_embedding is None; pass both or none");
     marks = static_cast<const uint8_t*>(carried->const_data_ptr());
   } else {
     none.resize(static_cast<size_t>(total), 0);
@@ -184,8 +207,8 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
                       const Tensor& kv_weight, const Tensor& k_norm_weight, const Tensor& cos_sin,
                       std::optional<Tensor> carry_embedding, double eps, bool carry_pre_norm, bool carry) {
   const Checker check("commit_and_carry");
-  const Weights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding, eps,
-                  carry_pre_norm);
+  const Weights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding,
+                  eps, carry_pre_norm);
   const int64_t total = features.size(0);
   const int32_t* position = checked_positions(check, positions, total);
   const RaggedBatch batch(check, row_start, num_accepted, total);
@@ -244,7 +267,8 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
   int32_t* lens_out = segment_lens.mutable_data_ptr<int32_t>();
   for (int64_t i = 0; i < batch.requests; ++i) lens_out[i] = lens[i];
   if (!any) return;
-  launch(features, w, carried.data(), routes, destination(k_cache, v_cache), destination(k_segment, v_segment));
+  launch(features, w, carried.data(), routes, destination(k_cache, v_cache),
+         destination(k_segment, v_segment));
 }
 
 }  // namespace carryover

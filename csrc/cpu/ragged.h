@@ -1,5 +1,5 @@
-// The rows of a ragged batch: request i owns rows row_start[i]..row_start[i+1]-1 and has accepted num_accepted[i]
-// drafts of them (-1: inactive).
+// The rows of a ragged batch: request i owns rows row_start[i]..row_start[i+1]-1 and has accepted
+// num_accepted[i] drafts of them (-1: inactive).
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,8 @@ struct RaggedBatch {
   const int32_t* num_accepted;
   int64_t requests;
 
-  RaggedBatch(const Checker& check, const Tensor& row_start_arg, const Tensor& num_accepted_arg, int64_t total) {
+  RaggedBatch(const Checker& check, const Tensor& row_start_arg, const Tensor& num_accepted_arg,
+              int64_t total) {
     check.dtype(num_accepted_arg, "num_accepted", ScalarType::Int);
     check.rank(num_accepted_arg, "num_accepted", 1, "[B]");
     check.contiguous(num_accepted_arg, "num_accepted");
@@ -25,14 +26,14 @@ struct RaggedBatch {
     num_accepted = num_accepted_arg.const_data_ptr<int32_t>();
     check.require(row_start[0] == 0, "row_start[0] must be 0, got ", row_start[0]);
     for (int64_t i = 0; i < requests; ++i) {
-      check.require(row_start[i + 1] >= row_start[i], "row_start must not decrease, got row_start[", i, "] = ",
-                    row_start[i], " and row_start[", i + 1, "] = ", row_start[i + 1]);
+      check.require(row_start[i + 1] >= row_start[i], "row_start must not decrease, got row_start[", i,
+                    "] = ", row_start[i], " and row_start[", i + 1, "] = ", row_start[i + 1]);
     }
     check.require(row_start[requests] == total, "row_start must end at the number of rows, ", total,
                   ", got row_start[", requests, "] = ", row_start[requests]);
     for (int64_t i = 0; i < requests; ++i) {
-      check.require(num_accepted[i] >= -1 && num_accepted[i] < num_rows(i),
-                    "num_accepted[", i, "] = ", num_accepted[i], " is out of range: request ", i, " has ", num_rows(i),
+      check.require(num_accepted[i] >= -1 && num_accepted[i] < num_rows(i), "num_accepted[", i,
+                    "] = ", num_accepted[i], " is out of range: request ", i, " has ", num_rows(i),
                     " rows, so it must be -1 (inactive)",
                     num_rows(i) > 0 ? " or 0.." + std::to_string(num_rows(i) - 1) : std::string());
     }

@@ -1,12 +1,12 @@
 // SIMD primitives shared by the CPU kernels, and how the choice at run time works.
 //
-// A kernel file (csrc/cpu/kernels/*.cpp, listed in CMakeLists.txt under KERNELS) is compiled once for each level:
-// plain (any architecture), avx2 (+FMA), avx512 (F, BW, VL, DQ) and avx512_bf16. CMake sets CARRYOVER_LEVEL to the
-// level's name and the compiler flags of that level. Everything here and in the kernel file lives in
-// `namespace carryover { namespace CARRYOVER_LEVEL { ... } }`, so that the linker never merges code of two levels.
-// For the same reason kernel files include only this header, params.h and C headers: an inline function of the
-// C++ library compiled with AVX-512 could be the copy that an older machine ends up calling.
-// The host file calls the kernel by CARRYOVER_CALL; see csrc/cpu/dispatch.h.
+// A kernel file (csrc/cpu/kernels/*.cpp, listed in CMakeLists.txt under KERNELS) is compiled once for each
+// level: plain (any architecture), avx2 (+FMA), avx512 (F, BW, VL, DQ) and avx512_bf16. CMake sets
+// CARRYOVER_LEVEL to the level's name and the compiler flags of that level. Everything here and in the kernel
+// file lives in `namespace carryover { namespace CARRYOVER_LEVEL { ... } }`, so that the linker never merges
+// code of two levels. For the same reason kernel files include only this header, params.h and C headers: an
+// inline function of the C++ library compiled with AVX-512 could be the copy that an older machine ends up
+// calling. The host file calls the kernel by CARRYOVER_CALL; see csrc/cpu/dispatch.h.
 //
 // `Vec` holds Vec::kWidth floats: 16 (AVX-512), 8 (AVX2), 8 in plain C++ (left to the compiler: SSE2, NEON).
 #pragma once
@@ -30,7 +30,9 @@ struct bf16 {
   uint16_t bits;
 };
 
-static inline float to_float(float x) { return x; }
+static inline float to_float(float x) {
+  return x;
+}
 static inline float to_float(bf16 x) {
   const uint32_t u = static_cast<uint32_t>(x.bits) << 16;
   float f;
@@ -47,8 +49,12 @@ static inline bf16 to_bf16(float f) {
   return bf16{static_cast<uint16_t>(u >> 16)};
 }
 
-static inline void from_float(float f, float* out) { *out = f; }
-static inline void from_float(float f, bf16* out) { *out = to_bf16(f); }
+static inline void from_float(float f, float* out) {
+  *out = f;
+}
+static inline void from_float(float f, bf16* out) {
+  *out = to_bf16(f);
+}
 
 #if defined(__AVX512F__)
 
@@ -59,9 +65,7 @@ struct Vec {
   static Vec zero() { return {_mm512_setzero_ps()}; }
   static Vec set1(float x) { return {_mm512_set1_ps(x)}; }
   static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  static Vec load(const bf16* p) {
-    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  }
+  static Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
   // The first n (0..kWidth) elements, zeros behind them.
   static Vec load(const float* p, int n) { return {_mm512_maskz_loadu_ps(mask(n), p)}; }
   static Vec load(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(mask(n), p)); }
@@ -85,20 +89,40 @@ struct Vec {
   }
 };
 
-static inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
-static inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
-static inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
-static inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
-static inline Vec fmadd(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-static inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
-static inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline Vec operator+(Vec a, Vec b) {
+  return {_mm512_add_ps(a.v, b.v)};
+}
+static inline Vec operator-(Vec a, Vec b) {
+  return {_mm512_sub_ps(a.v, b.v)};
+}
+static inline Vec operator*(Vec a, Vec b) {
+  return {_mm512_mul_ps(a.v, b.v)};
+}
+static inline Vec operator/(Vec a, Vec b) {
+  return {_mm512_div_ps(a.v, b.v)};
+}
+static inline Vec fmadd(Vec a, Vec b, Vec c) {
+  return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+static inline Vec max(Vec a, Vec b) {
+  return {_mm512_max_ps(a.v, b.v)};
+}
+static inline Vec min(Vec a, Vec b) {
+  return {_mm512_min_ps(a.v, b.v)};
+}
 static inline Vec round_nearest(Vec a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 // a * 2^n for integral n
-static inline Vec scale_pow2(Vec a, Vec n) { return {_mm512_scalef_ps(a.v, n.v)}; }
-static inline float reduce_add(Vec a) { return _mm512_reduce_add_ps(a.v); }
-static inline float reduce_max(Vec a) { return _mm512_reduce_max_ps(a.v); }
+static inline Vec scale_pow2(Vec a, Vec n) {
+  return {_mm512_scalef_ps(a.v, n.v)};
+}
+static inline float reduce_add(Vec a) {
+  return _mm512_reduce_add_ps(a.v);
+}
+static inline float reduce_max(Vec a) {
+  return _mm512_reduce_max_ps(a.v);
+}
 
 #elif defined(__AVX2__)
 
@@ -142,13 +166,27 @@ struct Vec {
   }
 };
 
-static inline Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
-static inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
-static inline Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
-static inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
-static inline Vec fmadd(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-static inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
-static inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+static inline Vec operator+(Vec a, Vec b) {
+  return {_mm256_add_ps(a.v, b.v)};
+}
+static inline Vec operator-(Vec a, Vec b) {
+  return {_mm256_sub_ps(a.v, b.v)};
+}
+static inline Vec operator*(Vec a, Vec b) {
+  return {_mm256_mul_ps(a.v, b.v)};
+}
+static inline Vec operator/(Vec a, Vec b) {
+  return {_mm256_div_ps(a.v, b.v)};
+}
+static inline Vec fmadd(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.v, b.v, c.v)};
+}
+static inline Vec max(Vec a, Vec b) {
+  return {_mm256_max_ps(a.v, b.v)};
+}
+static inline Vec min(Vec a, Vec b) {
+  return {_mm256_min_ps(a.v, b.v)};
+}
 static inline Vec round_nearest(Vec a) {
   return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
@@ -202,15 +240,33 @@ struct Vec {
   Vec r;                                       \
   for (int i = 0; i < 8; ++i) r.v[i] = (expr); \
   return r
-static inline Vec operator+(Vec a, Vec b) { CARRYOVER_LANES(a.v[i] + b.v[i]); }
-static inline Vec operator-(Vec a, Vec b) { CARRYOVER_LANES(a.v[i] - b.v[i]); }
-static inline Vec operator*(Vec a, Vec b) { CARRYOVER_LANES(a.v[i] * b.v[i]); }
-static inline Vec operator/(Vec a, Vec b) { CARRYOVER_LANES(a.v[i] / b.v[i]); }
-static inline Vec fmadd(Vec a, Vec b, Vec c) { CARRYOVER_LANES(a.v[i] * b.v[i] + c.v[i]); }
-static inline Vec max(Vec a, Vec b) { CARRYOVER_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }
-static inline Vec min(Vec a, Vec b) { CARRYOVER_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }
-static inline Vec round_nearest(Vec a) { CARRYOVER_LANES(__builtin_rintf(a.v[i])); }
-static inline Vec scale_pow2(Vec a, Vec n) { CARRYOVER_LANES(__builtin_ldexpf(a.v[i], static_cast<int>(n.v[i]))); }
+static inline Vec operator+(Vec a, Vec b) {
+  CARRYOVER_LANES(a.v[i] + b.v[i]);
+}
+static inline Vec operator-(Vec a, Vec b) {
+  CARRYOVER_LANES(a.v[i] - b.v[i]);
+}
+static inline Vec operator*(Vec a, Vec b) {
+  CARRYOVER_LANES(a.v[i] * b.v[i]);
+}
+static inline Vec operator/(Vec a, Vec b) {
+  CARRYOVER_LANES(a.v[i] / b.v[i]);
+}
+static inline Vec fmadd(Vec a, Vec b, Vec c) {
+  CARRYOVER_LANES(a.v[i] * b.v[i] + c.v[i]);
+}
+static inline Vec max(Vec a, Vec b) {
+  CARRYOVER_LANES(a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
+}
+static inline Vec min(Vec a, Vec b) {
+  CARRYOVER_LANES(a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
+}
+static inline Vec round_nearest(Vec a) {
+  CARRYOVER_LANES(__builtin_rintf(a.v[i]));
+}
+static inline Vec scale_pow2(Vec a, Vec n) {
+  CARRYOVER_LANES(__builtin_ldexpf(a.v[i], static_cast<int>(n.v[i])));
+}
 #undef CARRYOVER_LANES
 static inline float reduce_add(Vec a) {
   return ((a.v[0] + a.v[4]) + (a.v[2] + a.v[6])) + ((a.v[1] + a.v[5]) + (a.v[3] + a.v[7]));

@@ -31,7 +31,8 @@ void norm_row(T* u, const T* weight, const T* embedding, int64_t n, float eps, b
 }
 
 // float64: the plain path, for gradcheck.
-void norm_row(double* u, const double* weight, const double* embedding, int64_t n, double eps, bool pre_norm) {
+void norm_row(double* u, const double* weight, const double* embedding, int64_t n, double eps,
+              bool pre_norm) {
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) {
     if (embedding && pre_norm) u[i] += embedding[i];
@@ -69,8 +70,8 @@ void k_head(const T* x, T* out, const T* weight, const float* cos_sin, int64_t d
   }
 }
 
-void k_head(const double* x, double* out, const double* weight, const float* cos_sin, int64_t dim, int64_t rot,
-            double eps) {
+void k_head(const double* x, double* out, const double* weight, const float* cos_sin, int64_t dim,
+            int64_t rot, double eps) {
   double sum = 0;
   for (int64_t i = 0; i < dim; ++i) sum += x[i] * x[i];
   const double scale = 1.0 / __builtin_sqrt(sum / static_cast<double>(dim) + eps);
@@ -122,17 +123,23 @@ void route_rows(const KvParams& p, int64_t begin, int64_t end) {
 
 void carry_norm(const NormParams& p, int64_t begin, int64_t end) {
   switch (p.dtype) {
-    case DType::kFloat32: return norm_rows<float, float>(p, begin, end);
-    case DType::kBFloat16: return norm_rows<bf16, float>(p, begin, end);
-    case DType::kFloat64: return norm_rows<double, double>(p, begin, end);
+    case DType::kFloat32:
+      return norm_rows<float, float>(p, begin, end);
+    case DType::kBFloat16:
+      return norm_rows<bf16, float>(p, begin, end);
+    case DType::kFloat64:
+      return norm_rows<double, double>(p, begin, end);
   }
 }
 
 void route_kv(const KvParams& p, int64_t begin, int64_t end) {
   switch (p.dtype) {
-    case DType::kFloat32: return route_rows<float, float>(p, begin, end);
-    case DType::kBFloat16: return route_rows<bf16, float>(p, begin, end);
-    case DType::kFloat64: return route_rows<double, double>(p, begin, end);
+    case DType::kFloat32:
+      return route_rows<float, float>(p, begin, end);
+    case DType::kBFloat16:
+      return route_rows<bf16, float>(p, begin, end);
+    case DType::kFloat64:
+      return route_rows<double, double>(p, begin, end);
   }
 }
 
