@@ -14,7 +14,7 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 JOBS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 DEMO_FLAGS ?=
 BENCH_FLAGS ?= --limit 1 --max-new-tokens 32
-OPS_FLAGS ?= --quick
+OPS_FLAGS ?= --quick --out runs/bench/ops.json
 TEST_FLAGS ?=
 
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
@@ -48,18 +48,21 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "Python 3.10 or later is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); try make PYTHON=python3.12"; exit 1; }
 	@command -v "$${CXX:-c++}" >/dev/null || { echo "A C++17 compiler is needed (g++ or clang++); none is on PATH"; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "No venv module: install python3-venv, or set PYTHON"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "No venv module: install python3-venv, or set PYTHON"; exit 1; }
 
 $(VENV)/.requirements: requirements.txt | $(BIN)/python
-	$(PIP) install -q $(PIP_FLAGS) -r requirements.txt
+	@echo "Installing the pinned dependencies into $(VENV) (the first time takes minutes: PyTorch is large)"
+	@$(PIP) install -qq $(PIP_FLAGS) -r requirements.txt
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.requirements $(SOURCES)
-	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@echo "Building the package (CARRYOVER_CUDA=$(CARRYOVER_CUDA))"
+	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements
-	$(PIP) install -q $(PIP_FLAGS) -r requirements-dev.txt
+	@echo "Installing the tools for tests and checks into $(VENV)"
+	@$(PIP) install -qq $(PIP_FLAGS) -r requirements-dev.txt
 	@touch $@
 
 clean:

@@ -173,14 +173,16 @@ class Session:
         from transformers.utils import logging
 
         from .drafters.dflash import DFlashDrafter
-        from .pretrained import load_target
+        from .environment import cached_targets
+        from .pretrained import NAMES, load_target
 
         self.settings = settings
         self.arms = [ARMS[name] for name in settings.arms]
         folders = {arm.drafter: checkpoint_folder(settings, arm.drafter) for arm in self.arms if arm.drafter}
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        on_step(f"loading {settings.target}")
+        logging.disable_progress_bar()
+        absent = settings.target in NAMES and settings.target not in cached_targets()
+        on_step(f"{'fetching and converting (once)' if absent else 'loading'} {settings.target}")
         self.model, self.tokenizer = load_target(settings.target, self.dtype)
         on_step("loading the drafters")
         self.drafters: dict[str | None, Any] = {None: None}

@@ -355,3 +355,23 @@ def plot(doc: dict[str, Any], path: str | Path) -> Path:
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
+
+
+def main(paths: Sequence[str]) -> None:
+    """``python -m carryover_ext.report demo.json``: the tables of a result as Markdown, and its plot beside it."""
+    for path in paths:
+        doc = json.loads(Path(path).read_text(encoding="utf-8"))
+        arms = doc["settings"]["arms"]
+        print(
+            markdown(task_grid(doc["rows"], arms)),
+            markdown(arm_grid(doc["rows"], arms)),
+            sep="\n\n",
+            end="\n\n",
+        )
+        print(*gain_lines(doc), *equality_lines(doc), plot(doc, Path(path).with_suffix(".png")), sep="\n\n")
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])

@@ -164,3 +164,11 @@ def test_tables_fit_a_terminal_of_a_hundred_columns():
     console.print(report.rich_table("by task", report.task_grid(rows, ARMS), average=True))
     text = console.export_text()
     assert "2.40x" in text and "all (2)" in text and max(map(len, text.splitlines())) <= 100
+
+
+def test_a_written_result_can_be_shown_again(tmp_path, capsys):
+    path = report.write_json(tmp_path / "demo.json", doc())
+    report.main([str(path)])
+    text = capsys.readouterr().out
+    assert "| task | AL dflash | AL OFF | AL ON |" in text and "| carryover | 3.00 | 2.1 |" in text
+    assert "+50.0%" in text and (tmp_path / "demo.png").exists()
