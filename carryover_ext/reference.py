@@ -1,6 +1,7 @@
 """The same ops in plain PyTorch: the ground truth of every test, and the form to read first.
 
-Each function has the signature of its namesake in :mod:`carryover_ext.ops` and runs in any float dtype, float64
+Each function has the signature of its namesake in :mod:`carryover_ext.ops` and runs in any float dtype,
+float64
 included. They check nothing; see the ops for shapes, dtypes and errors.
 """
 
@@ -58,7 +59,7 @@ def project_kv(
     """Twin of :func:`carryover_ext.ops.project_kv`."""
     dtype, wide = features.dtype, _wide(features.dtype)
     layers, dim = k_norm_weight.shape
-    embed = 0.0
+    embed: Tensor | float = 0.0
     if carried is not None and carry_embedding is not None:
         embed = torch.where(carried[:, None], carry_embedding.to(wide), 0.0)
     x = F.linear(features, fc_weight).to(wide)
@@ -144,7 +145,8 @@ def segment_attention(
     sinks: Tensor | None = None,
     block_lens: Tensor | None = None,
 ) -> Tensor:
-    """Twin of :func:`carryover_ext.ops.segment_attention`: concatenated keys, one mask, one softmax, in the dtype of ``q``."""
+    """Twin of :func:`carryover_ext.ops.segment_attention`: concatenated keys, one mask, one softmax, in the
+    dtype of ``q``."""
     batch, rows, heads, d = q.shape
     page, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads

@@ -35,10 +35,11 @@ def segment_attention(
 ) -> Tensor:
     """Attention of ``b`` queries a request over three kinds of rows, without joining them.
 
-    The keys of request i are its context rows ``0 .. context_lens[i]-1`` (positions equal to the row), its segment rows
-    ``0 .. segment_lens[i]-1`` (positions ``context_lens[i] + j``) and its block rows (positions ``context_lens[i] + row``).
-    Query row t of the block sees all of them; with ``causal`` only block rows ``<= t``; with ``window = W > 0`` only keys at
-    positions above ``context_lens[i] + t - W``. Rows beyond these lengths are never read.
+    The keys of request i are its context rows ``0 .. context_lens[i]-1`` (positions equal to the row), its
+    segment rows ``0 .. segment_lens[i]-1`` (positions ``context_lens[i] + j``) and its block rows (positions
+    ``context_lens[i] + row``). Query row t of the block sees all of them; with ``causal`` only block rows
+    ``<= t``; with ``window = W > 0`` only keys at positions above ``context_lens[i] + t - W``. Rows beyond
+    these lengths are never read.
 
     Args:
         q: ``[B, b, nh, d]`` float32, bfloat16 (float32 accumulation) or float64 (plain, slow); d up to 512.
@@ -47,7 +48,8 @@ def segment_attention(
         k_segment, v_segment: ``[B, R, nkv, d]`` or None; ``segment_lens``: ``[B]`` int32, 0..R, or None.
         k_block, v_block: ``[B, b, nkv, d]``.
         block_table: ``[B, max_pages]`` int32: context row s of request i is row ``s % page`` of page
-            ``block_table[i, s // page]``. None: request i owns page i whole (contiguous). Requests may share pages.
+            ``block_table[i, s // page]``. None: request i owns page i whole (contiguous). Requests may share
+            pages.
         scale: factor on the scores, above 0; None: ``1 / sqrt(d)``.
         causal: order inside the block.
         window: positions that a query sees behind it, itself included; 0: all.
@@ -58,14 +60,14 @@ def segment_attention(
     All float tensors may be strided except in their last dimension; nothing is copied.
 
     Returns:
-        ``[B, b, nh, d]`` contiguous, in the dtype of ``q``. Zero for rows beyond ``block_lens``, for inactive requests and for
-        queries that see no key.
+        ``[B, b, nh, d]`` contiguous, in the dtype of ``q``. Zero for rows beyond ``block_lens``, for inactive
+        requests and for queries that see no key.
 
     Differentiable in q, k_cache, v_cache, k_segment, v_segment, k_block, v_block and sinks (once).
 
     Raises:
-        RuntimeError: wrong dtype, shape or stride, a length beyond its capacity, a page outside the cache; the message names
-            the argument, its index and value.
+        RuntimeError: wrong dtype, shape or stride, a length beyond its capacity, a page outside the cache;
+            the message names the argument, its index and value.
 
     Source: DFlash's block attention (arXiv 2602.06036) with the temporary segment of Carryover Drafting
     (arXiv 2609.14717); softmax in one pass with running maxima (FlashAttention, arXiv 2205.14135).
@@ -107,7 +109,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     cache_grad = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
     found = ops.segment_attention_backward(grad.contiguous(), *inputs, **ctx.options, cache_grad=cache_grad)
     where = {0: 0, 1: 1, 2: 2, 4: 3, 5: 4, 7: 5, 8: 6, 10: 7}  # argument -> result
-    return tuple(found[where[i]] if i in where and ctx.needs_input_grad[i] else None for i in range(len(inputs)))
+    return tuple(
+        found[where[i]] if i in where and ctx.needs_input_grad[i] else None for i in range(len(inputs))
+    )
 
 
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup)
@@ -148,10 +152,11 @@ def _backward_fake(
 
 
 def _groups(block_table: Tensor | None, lens: list[int], scores_a_row: int) -> list[tuple[int, int]]:
-    """Runs of requests that share all their pages (anchors of one sequence): their context products are one GEMM."""
+    """Runs of requests that share all their pages (anchors of one sequence): their context products are one
+    GEMM."""
     tables = None if block_table is None else block_table.tolist()
     runs: list[tuple[int, int]] = []
-    for i, length in enumerate(lens):
+    for i in range(len(lens)):
         if runs and tables is not None:
             first = runs[-1][0]
             longest = max(max(lens[first : i + 1]), 1)
@@ -184,15 +189,18 @@ def _backward_kernel(
     soft_cap: float,
     cache_grad: bool,
 ) -> list[Tensor]:
-    """Probabilities are computed again from the formula of the reference, in float32 (float64 for float64)."""
+    """Probabilities are computed again from the formula of the reference, in float32 (float64 for
+    float64)."""
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, rows, heads, d = q.shape
+    _batch, rows, heads, d = q.shape
     page, kv_heads = k_cache.shape[1:3]
     group = heads // kv_heads
     lens = context_lens.tolist()
 
     def zeros(x: Tensor | None, wanted: bool = True, dtype: torch.dtype = exact) -> Tensor:
-        return torch.zeros(x.shape, dtype=dtype) if x is not None and wanted else torch.zeros(0, dtype=q.dtype)
+        return (
+            torch.zeros(x.shape, dtype=dtype) if x is not None and wanted else torch.zeros(0, dtype=q.dtype)
+        )
 
     dq, dk_block, dv_block = zeros(q), zeros(k_block), zeros(v_block)
     dk_cache, dv_cache = zeros(k_cache, cache_grad), zeros(v_cache, cache_grad)
@@ -231,7 +239,8 @@ def _backward_kernel(
             k_own = torch.cat([k_segment[part], k_own], 1)
             v_own = torch.cat([v_segment[part], v_own], 1)
         k_own, v_own = (  # [nkv, G, O, d], unused rows may be NaN
-            torch.where(own_exists[..., None, None], x.to(exact), 0).permute(2, 0, 1, 3) for x in (k_own, v_own)
+            torch.where(own_exists[..., None, None], x.to(exact), 0).permute(2, 0, 1, 3)
+            for x in (k_own, v_own)
         )
         qg, dout = queries(q[part], live), queries(grad[part], live)
 
@@ -258,7 +267,12 @@ def _backward_kernel(
         none = ~seen.any(-1, keepdim=True)
         top = scores.amax(-1, keepdim=True)
         if sinks is not None:
-            sink = sinks.to(exact).view(kv_heads, 1, group, 1).expand(-1, n, -1, rows).reshape(kv_heads, n, -1, 1)
+            sink = (
+                sinks.to(exact)
+                .view(kv_heads, 1, group, 1)
+                .expand(-1, n, -1, rows)
+                .reshape(kv_heads, n, -1, 1)
+            )
             top = torch.maximum(top, sink)
         p = torch.exp(scores - top.masked_fill(none, 0))
         total = p.sum(-1, keepdim=True)

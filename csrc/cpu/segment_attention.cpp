@@ -1,12 +1,12 @@
 // Host side of segment_attention: checks, the list of work, threads; and the plain float64 path.
 #include "cpu/segment_attention.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
-
-#include <torch/csrc/stable/ops.h>
 
 #include "checks.h"
 #include "cpu/dispatch.h"
@@ -20,12 +20,13 @@ namespace {
 
 const Checker kCheck("segment_attention");
 
-// Context rows in one piece of work. Fixed, so that neither the number of threads nor the batch changes a result.
+// Context rows in one piece of work. Fixed, so that neither the number of threads nor the batch changes a
+// result.
 constexpr int32_t kPiece = 512;
 
 KeyRows key_rows(const Tensor& k, const Tensor& v) {
-  return {k.const_data_ptr(), v.const_data_ptr(), k.stride(0), k.stride(1), k.stride(2),
-          v.stride(0),        v.stride(1),        v.stride(2)};
+  return {k.const_data_ptr(), v.const_data_ptr(), k.stride(0), k.stride(1),
+          k.stride(2),        v.stride(0),        v.stride(1), v.stride(2)};
 }
 
 void check_keys(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name, const Tensor& q,
@@ -37,18 +38,19 @@ void check_keys(const Tensor& k, const char* k_name, const Tensor& v, const char
     kCheck.shape(*tensors[i], names[i], shape, layout);
     kCheck.dense_rows(*tensors[i], names[i]);
   }
-  kCheck.require(k.size(0) == v.size(0) && k.size(1) == v.size(1), v_name, " must have the shape of ", k_name, ", ",
-                 shape_text(k), ", got ", shape_text(v));
+  kCheck.require(k.size(0) == v.size(0) && k.size(1) == v.size(1), v_name, " must have the shape of ", k_name,
+                 ", ", shape_text(k), ", got ", shape_text(v));
 }
 
-const int32_t* lengths(const Tensor& t, const char* name, int64_t batch, int64_t least, int64_t most, const char* of) {
+const int32_t* lengths(const Tensor& t, const char* name, int64_t batch, int64_t least, int64_t most,
+                       const char* of) {
   kCheck.dtype(t, name, ScalarType::Int);
   kCheck.shape(t, name, {batch}, "[B]");
   kCheck.contiguous(t, name);
   const int32_t* p = t.const_data_ptr<int32_t>();
   for (int64_t i = 0; i < batch; ++i)
-    kCheck.require(p[i] >= least && p[i] <= most, name, "[", i, "] = ", p[i], " is out of range; it must be ", least, "..",
-                   most, ", the capacity of ", of);
+    kCheck.require(p[i] >= least && p[i] <= most, name, "[", i, "] = ", p[i], " is out of range; it must be ",
+                   least, "..", most, ", the capacity of ", of);
   return p;
 }
 
@@ -56,16 +58,22 @@ const int32_t* lengths(const Tensor& t, const char* name, int64_t batch, int64_t
 void attend_double(const AttentionParams& p, int64_t request, int64_t head, std::vector<double>& weight) {
   const int64_t kv_head = head / (p.heads / p.kv_heads), d = p.head_size;
   const int64_t context = p.context_lens[request], segment = p.segment_lens ? p.segment_lens[request] : 0;
-  const int64_t block = p.block_lens ? p.block_lens[request] : p.rows, keys = std::max<int64_t>(context, 0) + segment + block;
+  const int64_t block = p.block_lens ? p.block_lens[request] : p.rows,
+                keys = std::max<int64_t>(context, 0) + segment + block;
   weight.resize(keys);
   auto row = [&](int64_t j, bool values) {
     const KeyRows* rows = &p.context;
     int64_t batch = request, at = j;
-    if (j >= context + segment) rows = &p.block, at = j - context - segment;
-    else if (j >= context) rows = &p.segment, at = j - context;
-    else if (p.block_table) batch = p.block_table[request * p.max_pages + j / p.page_size], at = j % p.page_size;
-    return values ? static_cast<const double*>(rows->v) + batch * rows->v_batch + at * rows->v_row + kv_head * rows->v_head
-                  : static_cast<const double*>(rows->k) + batch * rows->k_batch + at * rows->k_row + kv_head * rows->k_head;
+    if (j >= context + segment)
+      rows = &p.block, at = j - context - segment;
+    else if (j >= context)
+      rows = &p.segment, at = j - context;
+    else if (p.block_table)
+      batch = p.block_table[request * p.max_pages + j / p.page_size], at = j % p.page_size;
+    return values ? static_cast<const double*>(rows->v) + batch * rows->v_batch + at * rows->v_row +
+                        kv_head * rows->v_head
+                  : static_cast<const double*>(rows->k) + batch * rows->k_batch + at * rows->k_row +
+                        kv_head * rows->k_head;
   };
   for (int64_t i = 0; i < p.rows; ++i) {
     double* out = static_cast<double*>(p.out) + ((request * p.rows + i) * p.heads + head) * d;
@@ -78,7 +86,9 @@ void attend_double(const AttentionParams& p, int64_t request, int64_t head, std:
       const bool in_block = j >= context + segment;
       const int64_t position = j < context ? j : j - (in_block ? segment : 0);
       weight[j] = none;
-      if ((p.window > 0 && context + i - position >= p.window) || (in_block && p.causal && position > context + i)) continue;
+      if ((p.window > 0 && context + i - position >= p.window) ||
+          (in_block && p.causal && position > context + i))
+        continue;
       const double* k = row(j, false);
       double s = 0;
       for (int64_t c = 0; c < d; ++c) s += q[c] * k[c];
@@ -103,14 +113,16 @@ void attend_double(const AttentionParams& p, int64_t request, int64_t head, std:
 }
 
 // Cuts every (request, KV head) into pieces of about kPiece context rows.
-void plan(const AttentionParams& p, std::vector<AttentionUnit>& units, std::vector<AttentionMerge>& merges, int32_t& partials) {
+void plan(const AttentionParams& p, std::vector<AttentionUnit>& units, std::vector<AttentionMerge>& merges,
+          int32_t& partials) {
   partials = 0;
   for (int32_t i = 0; i < p.batch; ++i) {
     const int32_t context = std::max(0, p.context_lens[i]);
     // A window hides the first rows even from the first query, which is at position `context`.
     const int32_t begin = p.window > 0 ? std::max(0, context - p.window + 1) : 0;
     const int32_t pieces = std::max(1, (context - begin + kPiece / 2) / kPiece);
-    const int32_t length = (context - begin + pieces * kAttentionTile - 1) / (pieces * kAttentionTile) * kAttentionTile;
+    const int32_t length =
+        (context - begin + pieces * kAttentionTile - 1) / (pieces * kAttentionTile) * kAttentionTile;
     for (int32_t h = 0; h < p.kv_heads; ++h) {
       const int32_t first = partials;
       int32_t count = 0;
@@ -118,19 +130,22 @@ void plan(const AttentionParams& p, std::vector<AttentionUnit>& units, std::vect
         const int32_t end = std::min(context, at + length);
         units.push_back({i, h, at, end, end == context, first + count++});
       }
-      if (count == 1) units.back().partial = -1;
-      else merges.push_back({i, h, first, count}), partials += count;
+      if (count == 1)
+        units.back().partial = -1;
+      else
+        merges.push_back({i, h, first, count}), partials += count;
     }
   }
 }
 
 }  // namespace
 
-Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& context_lens,
-                         std::optional<Tensor> k_segment, std::optional<Tensor> v_segment,
-                         std::optional<Tensor> segment_lens, const Tensor& k_block, const Tensor& v_block,
-                         std::optional<Tensor> block_table, std::optional<Tensor> sinks,
-                         std::optional<Tensor> block_lens, double scale, bool causal, int64_t window, double soft_cap) {
+Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                         const Tensor& context_lens, std::optional<Tensor> k_segment,
+                         std::optional<Tensor> v_segment, std::optional<Tensor> segment_lens,
+                         const Tensor& k_block, const Tensor& v_block, std::optional<Tensor> block_table,
+                         std::optional<Tensor> sinks, std::optional<Tensor> block_lens, double scale,
+                         bool causal, int64_t window, double soft_cap) {
   kCheck.floating(q, "q");
   kCheck.rank(q, "q", 4, "[B, b, nh, d]");
   kCheck.dense_rows(q, "q");
@@ -138,14 +153,16 @@ Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v
   kCheck.require(d >= 1 && d <= kHeadSizeMax, "q has head size ", d, "; it must be 1..", kHeadSizeMax);
   kCheck.rank(k_cache, "k_cache", 4, "[N, page, nkv, d]");
   const int64_t pages = k_cache.size(0), page = k_cache.size(1), kv_heads = k_cache.size(2);
-  kCheck.require(kv_heads >= 1 && heads % kv_heads == 0, "q has ", heads, " heads, which is no multiple of the ", kv_heads,
-                 " KV heads of k_cache");
+  kCheck.require(kv_heads >= 1 && heads % kv_heads == 0, "q has ", heads,
+                 " heads, which is no multiple of the ", kv_heads, " KV heads of k_cache");
   check_keys(k_cache, "k_cache", v_cache, "v_cache", q, {-1, -1, kv_heads, d}, "[N, page, nkv, d]");
   check_keys(k_block, "k_block", v_block, "v_block", q, {batch, rows, kv_heads, d}, "[B, b, nkv, d]");
   kCheck.require(scale > 0 && std::isfinite(scale), "scale must be a finite number above 0, got ", scale,
                  "; the usual value is 1 / sqrt(d)");
-  kCheck.require(window >= 0, "window must be 0 (no window) or the number of visible positions, got ", window);
-  kCheck.require(soft_cap >= 0 && std::isfinite(soft_cap), "soft_cap must be 0 (none) or a finite number above 0, got ", soft_cap);
+  kCheck.require(window >= 0, "window must be 0 (no window) or the number of visible positions, got ",
+                 window);
+  kCheck.require(soft_cap >= 0 && std::isfinite(soft_cap),
+                 "soft_cap must be 0 (none) or a finite number above 0, got ", soft_cap);
 
   AttentionParams p = {};
   p.dtype = kernel_dtype(q.scalar_type());
@@ -164,20 +181,25 @@ Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v
                    "; give one contiguous row of the cache a request, or a block_table");
   }
   capacity = std::min<int64_t>(capacity, 1 << 30);
-  p.context_lens = lengths(context_lens, "context_lens", batch, -1, capacity, "the cache (-1: inactive request)");
+  p.context_lens =
+      lengths(context_lens, "context_lens", batch, -1, capacity, "the cache (-1: inactive request)");
   if (block_table) {
     for (int64_t i = 0; i < batch; ++i)
       for (int64_t j = 0; j * page < p.context_lens[i]; ++j) {
         const int32_t at = p.block_table[i * p.max_pages + j];
-        kCheck.require(at >= 0 && at < pages, "block_table[", i, ", ", j, "] = ", at, " is out of range: context_lens[", i,
-                       "] = ", p.context_lens[i], " needs this page, so it must be 0..", pages - 1);
+        kCheck.require(at >= 0 && at < pages, "block_table[", i, ", ", j, "] = ", at,
+                       " is out of range: context_lens[", i, "] = ", p.context_lens[i],
+                       " needs this page, so it must be 0..", pages - 1);
       }
   }
-  kCheck.require(k_segment.has_value() == v_segment.has_value() && k_segment.has_value() == segment_lens.has_value(),
-                 "k_segment, v_segment and segment_lens belong together, got ", k_segment ? "" : "no ", "k_segment, ",
-                 v_segment ? "" : "no ", "v_segment, ", segment_lens ? "" : "no ", "segment_lens; give all three or none");
+  kCheck.require(
+      k_segment.has_value() == v_segment.has_value() && k_segment.has_value() == segment_lens.has_value(),
+      "k_segment, v_segment and segment_lens belong together, got ", k_segment ? "" : "no ", "k_segment, ",
+      v_segment ? "" : "no ", "v_segment, ", segment_lens ? "" : "no ",
+      "segment_lens; give all three or none");
   if (k_segment) {
-    check_keys(*k_segment, "k_segment", *v_segment, "v_segment", q, {batch, -1, kv_heads, d}, "[B, R, nkv, d]");
+    check_keys(*k_segment, "k_segment", *v_segment, "v_segment", q, {batch, -1, kv_heads, d},
+               "[B, R, nkv, d]");
     p.segment_lens = lengths(*segment_lens, "segment_lens", batch, 0, k_segment->size(1), "k_segment");
     p.segment = key_rows(*k_segment, *v_segment);
   }
@@ -232,13 +254,15 @@ Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v
   if (workers == 1) {
     CARRYOVER_CALL(attention_units, p, 0, 1);
   } else {
-    torch::stable::parallel_for(0, workers, 1, [&](int64_t b, int64_t e) { CARRYOVER_CALL(attention_units, p, b, e); });
+    torch::stable::parallel_for(0, workers, 1,
+                                [&](int64_t b, int64_t e) { CARRYOVER_CALL(attention_units, p, b, e); });
   }
   const int64_t num_merges = merges.size();
   if (num_merges > 0)
     torch::stable::parallel_for(0, num_merges, workers == 1 ? num_merges : 1,
                                 [&](int64_t b, int64_t e) { CARRYOVER_CALL(attention_merge, p, b, e); });
-  if (buffer.size() > (size_t(8) << 20)) std::vector<float>().swap(buffer);  // an unusually large call: give it back
+  if (buffer.size() > (size_t(8) << 20))
+    std::vector<float>().swap(buffer);  // an unusually large call: give it back
   return out;
 }
 

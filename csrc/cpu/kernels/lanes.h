@@ -1,8 +1,8 @@
-// Vectors of floats and the few functions of them that the kernels need, written with the vector types of GCC and Clang:
-// the same source gives SSE2, AVX2, AVX-512 and NEON code. Only bfloat16 products use an intrinsic.
+// Vectors of floats and the few functions of them that the kernels need, written with the vector types of GCC
+// and Clang: the same source gives SSE2, AVX2, AVX-512 and NEON code. Only bfloat16 products use an
+// intrinsic.
 #pragma once
 
-#include <math.h>
 #include <stdint.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -61,8 +61,9 @@ inline IVec<W> isplat(int32_t x) {
   return x - IVec<W>{};
 }
 
-// e^x for x <= 0, to about one unit in the last place (kRough: to 4e-6, below the rounding of bfloat16). Below kLeast it stays at
-// about 2^-126. x = n ln 2 + f ln 2: the integer n lands in the low bits of x log2(e) + 1.5 * 2^23.
+// e^x for x <= 0, to about one unit in the last place (kRough: to 4e-6, below the rounding of bfloat16).
+// Below kLeast it stays at about 2^-126. x = n ln 2 + f ln 2: the integer n lands in the low bits of x
+// log2(e) + 1.5 * 2^23.
 constexpr float kLeast = -87.33f;
 
 template <int W, bool kRough>
@@ -78,11 +79,12 @@ inline Vec<W> exp(Vec<W> x) {
     y = y * f + 0.9999992847442627f;
   } else {
     f = f + x * 1.92596299e-8f;  // what the float log2(e) lacks
-    y = f * 0.0013276472454890609f + 0.009675541892647743f;
-    y = y * f + 0.05550713092088699f;
-    y = y * f + 0.24022120237350464f;
-    y = y * f + 0.6931469440460205f;
-    y = y * f + 1.0000001192092896f;
+    y = f * 0.0001534581242594868f + 0.0013399932067841291f;
+    y = y * f + 0.009618489071726799f;
+    y = y * f + 0.05550328642129898f;
+    y = y * f + 0.24022646248340607f;
+    y = y * f + 0.6931471824645996f;
+    y = y * f + 1.f;
   }
   return (Vec<W>)((IVec<W>)y + ((IVec<W>)t << 23));
 }
@@ -101,7 +103,9 @@ inline Vec<W> tanh(Vec<W> x) {
   return size < splat<W>(0.6f) ? x * p : (x < Vec<W>{} ? -far : far);
 }
 
-inline float to_float(float x) { return x; }
+inline float to_float(float x) {
+  return x;
+}
 inline float to_float(uint16_t x) {
   const uint32_t bits = uint32_t(x) << 16;
   float y;
