@@ -1,7 +1,9 @@
-"""Distributions: the one place that turns logits into the law that is sampled from, and judges drafts against it.
+"""Distributions: the one place that turns logits into the law that is sampled from, and judges drafts against
+it.
 
-The same processing (temperature, top-k, top-p) applies to the drafter's q and to the target's p, in float32 over the target's whole
-vocabulary, and the q that drew the drafts is the one that judges them. Drafting and judging use independent uniforms.
+The same processing (temperature, top-k, top-p) applies to the drafter's q and to the target's p, in float32
+over the target's whole vocabulary, and the q that drew the drafts is the one that judges them. Drafting and
+judging use independent uniforms.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from . import ops
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 leave the distribution whole.
+    """How tokens are chosen. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 leave the distribution
+    whole.
 
-    ``draft_temperature``: temperature of the drafts alone. None: the same. 0: the drafter's best token in each slot, judged as a
-    one-hot q. Slots of a block are drawn independently, so at higher temperatures sampled drafts do not cohere and are
-    accepted less often. The law of the output does not depend on it.
+    ``draft_temperature``: temperature of the drafts alone. None: the same. 0: the drafter's best token in
+    each slot, judged as a one-hot q. Slots of a block are drawn independently, so at higher temperatures
+    sampled drafts do not cohere and are accepted less often. The law of the output does not depend on it.
     """
 
     temperature: float = 0.0
@@ -48,7 +51,9 @@ class Sampling:
 
 
 def mask_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits with everything outside top-k / top-p at -inf; shape and dtype kept. Ties at the k-th value all stay."""
+    """Logits with everything outside top-k / top-p at -inf; shape and dtype kept. Ties at the k-th value all
+    stay.
+    """
     if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p >= 1):
         return logits
     if 0 < sampling.top_k < logits.shape[-1]:
@@ -64,7 +69,9 @@ def mask_logits(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """``softmax(logits / T)`` in float32 after top-k / top-p, any leading shape. Temperature must be positive."""
+    """``softmax(logits / T)`` in float32 after top-k / top-p, any leading shape. Temperature must be
+    positive.
+    """
     return torch.softmax(mask_logits(logits, sampling).float() / sampling.temperature, dim=-1)
 
 
@@ -74,7 +81,9 @@ def uniforms(shape: tuple[int, ...], device: torch.device, generator: torch.Gene
 
 
 def sample(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one index per row of ``probs [..., V]`` (float32) by inverse CDF: int64 ``[...]``. Never an index of probability 0."""
+    """Draw one index per row of ``probs [..., V]`` (float32) by inverse CDF: int64 ``[...]``. Never an index
+    of probability 0.
+    """
     cdf = probs.double().cumsum(-1)
     u = uniforms(tuple(probs.shape[:-1]), probs.device, generator).double() * cdf[..., -1]
     index = torch.searchsorted(cdf, u[..., None].contiguous(), right=True)[..., 0]
@@ -96,11 +105,14 @@ def accept(
     sampling: Sampling,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Judge a block: ``draft_tokens [B, K]`` int64 (-1 ends it), ``target_logits [B, K+1, V]``, ``draft_probs [B, K, V]`` or None.
+    """Judge a block: ``draft_tokens [B, K]`` int64 (-1 ends it), ``target_logits [B, K+1, V]``, ``draft_probs
+    [B, K, V]`` or None.
 
     Returns ``num_accepted [B]`` int32 and ``next_token [B]`` int64; see :func:`carryover_ext.ops.accept`.
     """
     if sampling.temperature == 0:
         return ops.accept(draft_tokens, target_logits, None, None, 0.0)
     u = uniforms((draft_tokens.shape[0], draft_tokens.shape[1] + 1), target_logits.device, generator)
-    return ops.accept(draft_tokens, mask_logits(target_logits, sampling), draft_probs, u, sampling.temperature)
+    return ops.accept(
+        draft_tokens, mask_logits(target_logits, sampling), draft_probs, u, sampling.temperature
+    )

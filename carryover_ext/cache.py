@@ -1,7 +1,8 @@
 """The drafter's keys and values: committed context (contiguous or paged) and the temporary segment.
 
-Rules of the segment: it holds at most ``R = block_size - 1`` rows per request and layer, is replaced whole by every commit, and is
-empty after prefill, after a full accept, and after :meth:`DrafterCache.reset`. It never enters the committed part.
+Rules of the segment: it holds at most ``R = block_size - 1`` rows per request and layer, is replaced whole by
+every commit, and is empty after prefill, after a full accept, and after :meth:`DrafterCache.reset`. It never
+enters the committed part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class DrafterCache:
         lens: ``[B]`` int32, committed rows of each request; row ``s`` has position ``s``.
         k_segment, v_segment: ``[L, B, R, nkv, d]``. Rows ``j >= segment_lens[i]`` are never read.
         segment_lens: ``[B]`` int32.
-        cos_sin: ``[P, rot]`` float32 rotary table that covers every position of the cache and of a block after it.
+        cos_sin: ``[P, rot]`` float32 rotary table that covers every position of the cache and of a block
+            after it.
     """
 
     def __init__(
@@ -40,12 +42,16 @@ class DrafterCache:
         block_table: Tensor | None = None,
     ) -> None:
         if batch < 0 or capacity < 1:
-            raise ValueError(f"batch={batch}, capacity={capacity}: batch must be at least 0 and capacity at least 1")
+            raise ValueError(
+                f"batch={batch}, capacity={capacity}: batch must be at least 0 and capacity at least 1"
+            )
         if page_size is not None and page_size < 1:
             raise ValueError(f"page_size={page_size}: must be at least 1, or None for a contiguous cache")
         if page_size is None:
             if block_table is not None:
-                raise ValueError("block_table is given but page_size is None: a block table needs a page size")
+                raise ValueError(
+                    "block_table is given but page_size is None: a block table needs a page size"
+                )
             pages, page = batch, capacity
         else:
             per_request = -(-capacity // page_size)
@@ -61,7 +67,10 @@ class DrafterCache:
         self.page_size = page_size
         self.capacity = capacity
         self.block_table = block_table
-        shape, segment = (layers, pages, page, kv_heads, head_dim), (layers, batch, segment_rows, kv_heads, head_dim)
+        shape, segment = (
+            (layers, pages, page, kv_heads, head_dim),
+            (layers, batch, segment_rows, kv_heads, head_dim),
+        )
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.k_segment = torch.zeros(segment, dtype=dtype, device=device)
@@ -80,7 +89,9 @@ class DrafterCache:
         return self.k_segment.shape[2]
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Forget the committed rows and the segment of the given requests (None: of all), for the slot's next owner."""
+        """Forget the committed rows and the segment of the given requests (None: of all), for the slot's next
+        owner.
+        """
         if rows is None:
             self.lens.zero_()
             self.segment_lens.zero_()
@@ -92,7 +103,9 @@ class DrafterCache:
         self.segment_lens.index_fill_(0, index, 0)
 
     def drop_segment(self) -> None:
-        """Empty the segment of every request and keep the committed rows (preemption, or a change of tokens outside)."""
+        """Empty the segment of every request and keep the committed rows (preemption, or a change of tokens
+        outside).
+        """
         self.segment_lens.zero_()
 
     def requests(self, row_start: Tensor, rows: int) -> Tensor:
@@ -109,7 +122,8 @@ class DrafterCache:
     def slots(self, positions: Tensor, row_start: Tensor) -> Tensor:
         """Flat cache slots ``[T]`` int64 (page * page size + offset) of rows at ``positions [T]`` int32.
 
-        -1 (written nowhere) for a position of -1 and for one past the capacity: rows after the last slot can only be rejected ones.
+        -1 (written nowhere) for a position of -1 and for one past the capacity: rows after the last slot can
+        only be rejected ones.
         """
         request = self.requests(row_start, positions.shape[0])
         where = positions.to(torch.int64)

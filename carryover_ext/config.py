@@ -1,4 +1,5 @@
-"""Drafter configuration in the config.json layout of the z-lab DFlash checkpoints, with one block added for Carryover.
+"""Drafter configuration in the config.json layout of the z-lab DFlash checkpoints, with one block added for
+Carryover.
 
 The file on disk is flat (Hugging Face names) with two nested blocks::
 
@@ -19,12 +20,36 @@ CARRY_EMBED_AT = ("pre_norm", "post_norm")
 CARRY_POSITIONS = ("verify", "shifted")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Keys of Hugging Face configs that say nothing about how the drafter computes. They are kept and written back.
+# Keys of Hugging Face configs that say nothing about how the drafter computes. They are kept and written
+# back.
 IGNORED_KEYS = frozenset(
-    "_name_or_path attention_dropout auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "
-    "initializer_range is_decoder label2id max_window_layers name_or_path num_anchors output_attentions "
-    "output_hidden_states pad_token_id problem_type return_dict torch_dtype transformers_version use_cache "
-    "use_sliding_window target_model_id quantization_config".split()
+    [
+        "_name_or_path",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "label2id",
+        "max_window_layers",
+        "name_or_path",
+        "num_anchors",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "use_sliding_window",
+        "target_model_id",
+        "quantization_config",
+    ]
 )
 # Keys that would change the computation: only the value that the drafter implements is accepted.
 FIXED_KEYS: dict[str, tuple[Any, ...]] = {
@@ -34,13 +59,23 @@ FIXED_KEYS: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (True,),
 }
 DFLASH_KEYS = frozenset(
-    "mask_token_id target_layer_ids causal block_size input_embedding_scale final_logit_softcapping "
-    "sample_from_anchor num_target_layers".split()
+    [
+        "mask_token_id",
+        "target_layer_ids",
+        "causal",
+        "block_size",
+        "input_embedding_scale",
+        "final_logit_softcapping",
+        "sample_from_anchor",
+        "num_target_layers",
+    ]
 )
 
 
 def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]:
-    """Evenly spaced taps ``round(1 + i * (L - 4) / (n - 1))`` (DFlash, arXiv 2602.06036); one tap: the middle layer."""
+    """Evenly spaced taps ``round(1 + i * (L - 4) / (n - 1))`` (DFlash, arXiv 2602.06036); one tap: the middle
+    layer.
+    """
     if num_taps < 1 or num_target_layers < 1:
         raise ValueError(f"num_taps={num_taps} and num_target_layers={num_target_layers} must be at least 1")
     if num_taps == 1:
@@ -53,9 +88,9 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
 class CarryoverConfig:
     """Switches of the temporary segment.
 
-    ``carry_embed_at``: add the learned embedding after ``fc`` and before ``hidden_norm`` (``pre_norm``) or after it.
-    ``carry_positions``: RoPE position of a carried row: where it was verified (``verify``), or one later, the position
-    that its hidden state predicts (``shifted``).
+    ``carry_embed_at``: add the learned embedding after ``fc`` and before ``hidden_norm`` (``pre_norm``) or
+    after it. ``carry_positions``: RoPE position of a carried row: where it was verified (``verify``), or one
+    later, the position that its hidden state predicts (``shifted``).
     """
 
     enabled: bool = True
@@ -65,7 +100,9 @@ class CarryoverConfig:
 
 @dataclass
 class DrafterConfig:
-    """Shapes and switches of a DFlash drafter. Field names are those of config.json; see the module docstring."""
+    """Shapes and switches of a DFlash drafter. Field names are those of config.json; see the module
+    docstring.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -108,7 +145,7 @@ class DrafterConfig:
         self.target_layer_ids = list(self.target_layer_ids)
         self.validate()
 
-    # -- derived -----------------------------------------------------------------------------------------------------
+    # -- derived -----------------------------------------------------------------------------------
     @property
     def carryover(self) -> bool:
         """Whether the checkpoint has a carryover embedding."""
@@ -139,22 +176,34 @@ class DrafterConfig:
         return int(self.sliding_window or 0) if self.layer_types[layer] == "sliding_attention" else 0
 
     def layer_causal(self, layer: int) -> bool:
-        """Whether a layer is causal inside the block. ``causal`` unset: sliding layers are, full ones are not (z-lab)."""
+        """Whether a layer is causal inside the block. ``causal`` unset: sliding layers are, full ones are not
+        (z-lab).
+        """
         assert self.layer_types is not None
         return self.layer_types[layer] == "sliding_attention" if self.causal is None else bool(self.causal)
 
-    # -- checks ------------------------------------------------------------------------------------------------------
+    # -- checks ------------------------------------------------------------------------------------
     def validate(self) -> None:
         """Raise ValueError naming the field, its value and what would be right."""
-        for name in (
-            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
-            "vocab_size num_target_layers target_hidden_size max_position_embeddings"
-        ).split():
+        for name in [
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "num_target_layers",
+            "target_hidden_size",
+            "max_position_embeddings",
+        ]:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
         if not isinstance(self.block_size, int) or self.block_size < 2:
-            raise ValueError(f"block_size={self.block_size!r}: must be at least 2 (one anchor and one drafted token)")
+            raise ValueError(
+                f"block_size={self.block_size!r}: must be at least 2 (one anchor and one drafted token)"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of "
@@ -184,18 +233,26 @@ class DrafterConfig:
             if kind not in LAYER_TYPES:
                 raise ValueError(f"layer_types has {kind!r}: must be one of {LAYER_TYPES}")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ValueError(f"sliding_window={self.sliding_window!r}: layer_types has sliding layers, so a size is needed")
+            raise ValueError(
+                f"sliding_window={self.sliding_window!r}: layer_types has sliding layers, so a size is needed"
+            )
         if self.rotary_dim < 2 or self.rotary_dim > int(self.head_dim or 0):
-            raise ValueError(f"partial_rotary_factor gives {self.rotary_dim} rotated dimensions of head_dim={self.head_dim}")
+            raise ValueError(
+                f"partial_rotary_factor gives {self.rotary_dim} rotated dimensions of head_dim={self.head_dim}"
+            )
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: must be in 1..vocab_size={self.vocab_size}")
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size}: must be in 1..vocab_size={self.vocab_size}"
+            )
         if self.carryover_config is not None:
             if self.carry_embed_at not in CARRY_EMBED_AT:
                 raise ValueError(f"carry_embed_at={self.carry_embed_at!r}: must be one of {CARRY_EMBED_AT}")
             if self.carry_positions not in CARRY_POSITIONS:
-                raise ValueError(f"carry_positions={self.carry_positions!r}: must be one of {CARRY_POSITIONS}")
+                raise ValueError(
+                    f"carry_positions={self.carry_positions!r}: must be one of {CARRY_POSITIONS}"
+                )
 
-    # -- files -------------------------------------------------------------------------------------------------------
+    # -- files -------------------------------------------------------------------------------------
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config") -> DrafterConfig:
         """Build from the layout of config.json. ``source`` names the file in errors.
@@ -208,10 +265,14 @@ class DrafterConfig:
         nested = values.pop("dflash_config", None) or {}
         for key, value in nested.items():
             if key not in DFLASH_KEYS:
-                raise ValueError(f"{source}: unknown key dflash_config.{key} (known: {', '.join(sorted(DFLASH_KEYS))})")
+                raise ValueError(
+                    f"{source}: unknown key dflash_config.{key} (known: {', '.join(sorted(DFLASH_KEYS))})"
+                )
             if key == "sample_from_anchor":
                 if value:
-                    raise ValueError(f"{source}: dflash_config.sample_from_anchor={value}: the DFlash drafter predicts slots 1..b-1")
+                    raise ValueError(
+                        f"{source}: dflash_config.sample_from_anchor={value}: the DFlash drafter predicts slots 1..b-1"
+                    )
             else:
                 kwargs[key] = value
         carry = values.pop("carryover_config", None)
@@ -219,7 +280,9 @@ class DrafterConfig:
             known = {f.name for f in dataclasses.fields(CarryoverConfig)}
             for key in carry:
                 if key not in known:
-                    raise ValueError(f"{source}: unknown key carryover_config.{key} (known: {', '.join(sorted(known))})")
+                    raise ValueError(
+                        f"{source}: unknown key carryover_config.{key} (known: {', '.join(sorted(known))})"
+                    )
             kwargs["carryover_config"] = CarryoverConfig(**carry)
         if values.get("rope_scaling"):
             scaling = dict(values["rope_scaling"])
@@ -232,7 +295,9 @@ class DrafterConfig:
         for key, value in values.items():
             if key in FIXED_KEYS:
                 if value not in FIXED_KEYS[key]:
-                    raise ValueError(f"{source}: {key}={value!r} is not implemented: must be {FIXED_KEYS[key][0]!r}")
+                    raise ValueError(
+                        f"{source}: {key}={value!r} is not implemented: must be {FIXED_KEYS[key][0]!r}"
+                    )
                 extra[key] = value
             elif key in fields:
                 kwargs.setdefault(key, value)
@@ -246,7 +311,9 @@ class DrafterConfig:
         missing = [
             f.name
             for f in dataclasses.fields(cls)
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in kwargs
+            if f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+            and f.name not in kwargs
         ]
         if missing:
             raise ValueError(f"{source}: missing {', '.join(missing)}")
@@ -254,7 +321,13 @@ class DrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The layout of config.json: the inverse of :meth:`from_dict`."""
-        nested_names = ("mask_token_id", "target_layer_ids", "causal", "input_embedding_scale", "final_logit_softcapping")
+        nested_names = (
+            "mask_token_id",
+            "target_layer_ids",
+            "causal",
+            "input_embedding_scale",
+            "final_logit_softcapping",
+        )
         out: dict[str, Any] = {}
         nested: dict[str, Any] = {}
         for f in dataclasses.fields(self):
@@ -273,7 +346,9 @@ class DrafterConfig:
         """Read ``config.json`` of a checkpoint folder."""
         path = Path(directory) / "config.json"
         if not path.is_file():
-            raise FileNotFoundError(f"directory={str(directory)!r}: no config.json in it; give a drafter checkpoint folder")
+            raise FileNotFoundError(
+                f"directory={str(directory)!r}: no config.json in it; give a drafter checkpoint folder"
+            )
         try:
             values = json.loads(path.read_text())
         except ValueError as error:

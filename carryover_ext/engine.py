@@ -1,7 +1,9 @@
-"""Decoding: prefill, then rounds of draft, verify, accept, commit and carry. Greedy or sampled, batched with ragged acceptance.
+"""Decoding: prefill, then rounds of draft, verify, accept, commit and carry. Greedy or sampled, batched with
+ragged acceptance.
 
-The engine is thin: every step is a method of the target, of the drafter, or of :mod:`carryover_ext.acceptance`, and can be called without
-it. Plain decoding is the same loop with no drafter and one row a round.
+The engine is thin: every step is a method of the target, of the drafter, or of
+:mod:`carryover_ext.acceptance`, and can be called without it. Plain decoding is the same loop with no drafter
+and one row a round.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from .targets import TappedTarget
 
 @dataclass
 class Round:
-    """One forward of the target. Lists have one entry a request; an inactive request has ``num_accepted`` -1 and no tokens.
+    """One forward of the target. Lists have one entry a request; an inactive request has ``num_accepted`` -1
+    and no tokens.
 
-    Round 0 is the prefill: it commits the first token and is not a verification. ``num_carried``: rejected rows that this round hands
-    to the next draft. ``num_drafted``: drafts that were judged. Times are host seconds.
+    Round 0 is the prefill: it commits the first token and is not a verification. ``num_carried``: rejected
+    rows that this round hands to the next draft. ``num_drafted``: drafts that were judged. Times are host
+    seconds.
     """
 
     index: int
@@ -46,7 +50,9 @@ class Round:
 
 @dataclass
 class GenerateOutput:
-    """What :func:`generate` returns. ``finish_reasons``: ``stop`` (a stop token, which is kept) or ``length``."""
+    """What :func:`generate` returns. ``finish_reasons``: ``stop`` (a stop token, which is kept) or
+    ``length``.
+    """
 
     tokens: list[list[int]]
     finish_reasons: list[str]
@@ -78,7 +84,9 @@ class GenerateOutput:
 
     @property
     def acceptance_length(self) -> float:
-        """Committed tokens / verification rounds, bonus included, micro-averaged; 0 when there was no verification."""
+        """Committed tokens / verification rounds, bonus included, micro-averaged; 0 when there was no
+        verification.
+        """
         committed = sum(n for r in self.rounds[1:] for n in r.committed)
         return committed / self.num_verifications if self.num_verifications else 0.0
 
@@ -99,11 +107,15 @@ def as_prompts(input_ids: Any, device: torch.device | str = "cpu") -> list[Tenso
         rows = [torch.as_tensor(row) for row in input_ids]
     for i, row in enumerate(rows):
         if row.dim() != 1 or row.is_floating_point() or row.numel() == 0:
-            raise ValueError(f"input_ids[{i}] is {tuple(row.shape)} {row.dtype}: must be at least one token id, in one dimension")
+            raise ValueError(
+                f"input_ids[{i}] is {tuple(row.shape)} {row.dtype}: must be at least one token id, in one dimension"
+            )
     return [row.to(device=device, dtype=torch.int64) for row in rows]
 
 
-def generate(target: Any, drafter: Any, input_ids: Any, *, max_new_tokens: int | Sequence[int], **options: Any) -> GenerateOutput:
+def generate(
+    target: Any, drafter: Any, input_ids: Any, *, max_new_tokens: int | Sequence[int], **options: Any
+) -> GenerateOutput:
     """Decode to the end; the options are those of :func:`stream`, which see.
 
     Returns tokens and finish reason of each request, the statistics of each round, and times.
@@ -115,7 +127,9 @@ def generate(target: Any, drafter: Any, input_ids: Any, *, max_new_tokens: int |
         if output is None:
             count = len(step.tokens)
             lens = [int(p.numel()) for p in as_prompts(input_ids)]
-            output = GenerateOutput([[] for _ in range(count)], ["length"] * count, lens, prefill_seconds=now - start)
+            output = GenerateOutput(
+                [[] for _ in range(count)], ["length"] * count, lens, prefill_seconds=now - start
+            )
         output.rounds.append(step)
         for tokens, new in zip(output.tokens, step.tokens, strict=True):
             tokens.extend(new)
@@ -140,7 +154,9 @@ def _tapped(target: Any, drafter: Any) -> tuple[TappedTarget, bool]:
         return TappedTarget(target, taps), True
     if drafter is None or target.tap_ids == taps:
         return target, False
-    raise ValueError(f"target is tapped at {target.tap_ids}: the drafter was trained on taps {taps}; build TappedTarget with them")
+    raise ValueError(
+        f"target is tapped at {target.tap_ids}: the drafter was trained on taps {taps}; build TappedTarget with them"
+    )
 
 
 class _Lengths:
@@ -148,16 +164,22 @@ class _Lengths:
 
     def __init__(self, prompts: list[Tensor], max_new_tokens: int | Sequence[int], max_length: int) -> None:
         count = len(prompts)
-        wanted = [max_new_tokens] * count if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
+        wanted = (
+            [max_new_tokens] * count if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
+        )
         if len(wanted) != count:
-            raise ValueError(f"max_new_tokens has {len(wanted)} entries: must have one for each of the {count} requests")
+            raise ValueError(
+                f"max_new_tokens has {len(wanted)} entries: must have one for each of the {count} requests"
+            )
         self.left: list[int] = []
         for i, (prompt, n) in enumerate(zip(prompts, wanted, strict=True)):
             if n < 1:
                 raise ValueError(f"max_new_tokens={n} (request {i}): must be at least 1")
             room = max_length - prompt.numel()
             if room < 1:
-                raise ValueError(f"input_ids[{i}] has {prompt.numel()} tokens: the target takes {max_length}, with at least one new")
+                raise ValueError(
+                    f"input_ids[{i}] has {prompt.numel()} tokens: the target takes {max_length}, with at least one new"
+                )
             self.left.append(min(n, room))
         self.capacity = max((p.numel() + n for p, n in zip(prompts, self.left, strict=True)), default=0)
 
@@ -186,10 +208,12 @@ def stream(
         drafter: a :class:`DFlashDrafter`, or None for plain decoding.
         input_ids: prompts; see :func:`as_prompts`.
         max_new_tokens: one number, or one for each request; cut where the target's positions end.
-        temperature, top_k, top_p, draft_temperature: see :class:`carryover_ext.acceptance.Sampling`. 0 is greedy. The output law is the target's.
+        temperature, top_k, top_p, draft_temperature: see :class:`carryover_ext.acceptance.Sampling`. 0 is
+            greedy. The output law is the target's.
         block_size: rows verified a round, None: as trained. Shorter is possible, longer is an error.
         carry: False leaves the temporary segment out.
-        stop_token_ids: ids that end a request (kept in its tokens), None: those of the model's generation config.
+        stop_token_ids: ids that end a request (kept in its tokens), None: those of the model's generation
+            config.
         seed: of the random numbers, None: fresh. Drafting and judging draw from generators of their own.
         page_size: rows of a page of the drafter's cache, None: contiguous.
 
@@ -206,7 +230,9 @@ def stream(
         for i, prompt in enumerate(prompts):
             low, high = int(prompt.min()), int(prompt.max())
             if low < 0 or high >= tapped.vocab_size:
-                raise ValueError(f"input_ids[{i}] has token {low if low < 0 else high}: must be in 0..{tapped.vocab_size - 1}")
+                raise ValueError(
+                    f"input_ids[{i}] has token {low if low < 0 else high}: must be in 0..{tapped.vocab_size - 1}"
+                )
         lengths = _Lengths(prompts, max_new_tokens, tapped.max_length)
         yield from _decode(tapped, drafter, prompts, lengths, sampling, block, carry, stops, seed, page_size)
     finally:
@@ -277,7 +303,12 @@ def _decode(
         if width > 1:
             mask = torch.tensor(active, device=device)
             drafts = drafter.draft(
-                draft_cache, anchor, num_drafts=width - 1, sampling=sampling.drafts, generator=draws, active=mask
+                draft_cache,
+                anchor,
+                num_drafts=width - 1,
+                sampling=sampling.drafts,
+                generator=draws,
+                active=mask,
             )
             tokens = torch.cat([tokens, drafts.tokens], 1)
             judged, probs = drafts.tokens, drafts.probs

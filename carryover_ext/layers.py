@@ -1,4 +1,5 @@
-"""Layers of the drafter: norms, rotary table, and a decoder layer whose attention sees context, segment and block.
+"""Layers of the drafter: norms, rotary table, and a decoder layer whose attention sees context, segment and
+block.
 
 Tensor names are those of the z-lab DFlash checkpoints (``layers.{i}.self_attn.q_proj.weight`` and so on).
 """
@@ -13,7 +14,9 @@ from .config import DrafterConfig
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32 for lower precisions."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32 for lower
+    precisions.
+    """
 
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -25,7 +28,9 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Functional RMSNorm; ``weight`` broadcasts against the last dimensions of ``x`` (``[d]`` or ``[heads, d]``)."""
+    """Functional RMSNorm; ``weight`` broadcasts against the last dimensions of ``x`` (``[d]`` or ``[heads,
+    d]``).
+    """
     if x.dtype in (torch.float32, torch.float64):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
     y = x.float()
@@ -35,8 +40,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary_table(config: DrafterConfig, length: int, device: torch.device | str | None = None) -> Tensor:
     """Cosines and sines for positions ``0..length-1``: float32 ``[length, rot]``, cosines in the first half.
 
-    neox style: dimension ``i`` is rotated with dimension ``i + rot/2``. Scaled variants (``linear``, ``llama3``, ``yarn``,
-    ...) take their frequencies and attention factor from Transformers' definitions, so that both sides agree.
+    neox style: dimension ``i`` is rotated with dimension ``i + rot/2``. Scaled variants (``linear``,
+    ``llama3``, ``yarn``, ...) take their frequencies and attention factor from Transformers' definitions, so
+    that both sides agree.
     """
     rot, factor = config.rotary_dim, 1.0
     kind = (config.rope_parameters or {}).get("rope_type", "default")
@@ -45,7 +51,11 @@ def rotary_table(config: DrafterConfig, length: int, device: torch.device | str 
     else:
         inverse, factor = _scaled_frequencies(config, kind)
     angles = torch.arange(length, dtype=torch.float64)[:, None] * inverse.double()[None, :]
-    return (torch.cat([angles.cos(), angles.sin()], -1) * factor).to(device=device, dtype=torch.float32).contiguous()
+    return (
+        (torch.cat([angles.cos(), angles.sin()], -1) * factor)
+        .to(device=device, dtype=torch.float32)
+        .contiguous()
+    )
 
 
 def _scaled_frequencies(config: DrafterConfig, kind: str) -> tuple[Tensor, float]:
@@ -67,7 +77,9 @@ def _scaled_frequencies(config: DrafterConfig, kind: str) -> tuple[Tensor, float
 
 
 def apply_rotary(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate ``x [..., heads, d]`` by table rows ``cos_sin [..., rot]`` (float32); dimensions past ``rot`` stay as they are."""
+    """Rotate ``x [..., heads, d]`` by table rows ``cos_sin [..., rot]`` (float32); dimensions past ``rot``
+    stay as they are.
+    """
     half = cos_sin.shape[-1] // 2
     table = cos_sin if x.dtype == torch.float64 else cos_sin.to(torch.float32)
     cos, sin = table[..., None, :half], table[..., None, half:]
@@ -133,7 +145,9 @@ class DraftLayer(nn.Module):
         self.head_dim = int(config.head_dim or 0)
 
     def fused(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Weights in the order in which :func:`layer_forward` takes them, ``dtype`` None: as they are. Differentiable."""
+        """Weights in the order in which :func:`layer_forward` takes them, ``dtype`` None: as they are.
+        Differentiable.
+        """
         weights = (
             self.input_layernorm.weight,
             self.self_attn.qkv_weight(),
@@ -147,7 +161,13 @@ class DraftLayer(nn.Module):
 
 
 def attention_inputs(
-    h: Tensor, qkv_weight: Tensor, qk_norm: Tensor, cos_sin: Tensor, num_heads: int, num_kv_heads: int, eps: float
+    h: Tensor,
+    qkv_weight: Tensor,
+    qk_norm: Tensor,
+    cos_sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the block rows: ``h [B, b, H]`` -> ``[B, b, heads, d]`` views.
 

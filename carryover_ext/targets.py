@@ -1,4 +1,6 @@
-"""Transformers models as targets: taps by forward hooks, a slot cache, logits for the rows that need them and no others."""
+"""Transformers models as targets: taps by forward hooks, a slot cache, logits for the rows that need them and
+no others.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,17 @@ PREFILL_CHUNK = 1024
 
 
 class TappedTarget:
-    """A causal language model of the Llama, Mistral, Qwen2, Qwen3 or Gemma 1-3 families, tapped at decoder layers.
+    """A causal language model of the Llama, Mistral, Qwen2, Qwen3 or Gemma 1-3 families, tapped at decoder
+    layers.
 
-    Tap id k is the output of decoder layer k (``hidden_states[k + 1]`` in Transformers), before the final norm. Hooks keep the
-    tapped layers' outputs and nothing else. The model is used as it is; :meth:`close` removes the hooks.
+    Tap id k is the output of decoder layer k (``hidden_states[k + 1]`` in Transformers), before the final
+    norm. Hooks keep the tapped layers' outputs and nothing else. The model is used as it is; :meth:`close`
+    removes the hooks.
 
     Args:
         model: a ``...ForCausalLM``, in eval mode.
-        tap_ids: decoder layers to tap, in the order in which their states are laid side by side. Empty: no features.
+        tap_ids: decoder layers to tap, in the order in which their states are laid side by side. Empty: no
+            features.
     """
 
     def __init__(self, model: nn.Module, tap_ids: Sequence[int] = ()) -> None:
@@ -45,7 +50,9 @@ class TappedTarget:
         self.tap_ids = list(tap_ids)
         for tap in self.tap_ids:
             if not 0 <= tap < len(self.layers):
-                raise ValueError(f"tap_ids={self.tap_ids}: the target has decoder layers 0..{len(self.layers) - 1}, not {tap}")
+                raise ValueError(
+                    f"tap_ids={self.tap_ids}: the target has decoder layers 0..{len(self.layers) - 1}, not {tap}"
+                )
         self.head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
         names = inspect.signature(decoder.forward).parameters
@@ -71,7 +78,7 @@ class TappedTarget:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- facts -------------------------------------------------------------------------------------------------------
+    # -- facts -------------------------------------------------------------------------------------
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -95,7 +102,9 @@ class TappedTarget:
 
     @property
     def embed_scale(self) -> float:
-        """Factor that the model applies to its embeddings: ``sqrt(hidden_size)`` in the Gemma families, otherwise 1."""
+        """Factor that the model applies to its embeddings: ``sqrt(hidden_size)`` in the Gemma families,
+        otherwise 1.
+        """
         return self.hidden_size**0.5 if self.config.model_type.startswith("gemma") else 1.0
 
     @property
@@ -122,9 +131,11 @@ class TappedTarget:
             tap_ids=self.tap_ids or None,
         )
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
     def new_cache(self, batch: int, capacity: int) -> SlotCache:
-        """An empty cache for ``batch`` requests; ``capacity`` includes the rows of a block past the last committed one."""
+        """An empty cache for ``batch`` requests; ``capacity`` includes the rows of a block past the last
+        committed one.
+        """
         return SlotCache(self.num_layers, batch, capacity, int(self.config.num_key_value_heads), self.device)
 
     def _window(self, kind: str) -> int:
@@ -149,7 +160,8 @@ class TappedTarget:
         return {kind: make(kind) for kind in set(self.config.layer_types)}
 
     def forward(self, cache: SlotCache, tokens: Tensor) -> Tensor:
-        """Run the decoder over ``tokens [B, q]`` int64 after each request's committed rows: normed rows ``[B, q, Ht]``.
+        """Run the decoder over ``tokens [B, q]`` int64 after each request's committed rows: normed rows ``[B,
+        q, Ht]``.
 
         The rows are written behind the committed ones and count as committed only after ``cache.advance``.
         """
@@ -187,8 +199,9 @@ class TappedTarget:
     def prefill(self, cache: SlotCache, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None, Tensor]:
         """Commit ragged prompts (int64 ``[n_i]``, at least one token each) into an empty cache.
 
-        Returns logits of each last row ``[B, V]``, features ``[T, n * Ht]`` of all rows packed by request (None without taps), and
-        ``row_start [B+1]`` int32. Short prompts are padded on the right; padding is overwritten before anything can see it.
+        Returns logits of each last row ``[B, V]``, features ``[T, n * Ht]`` of all rows packed by request
+        (None without taps), and ``row_start [B+1]`` int32. Short prompts are padded on the right; padding is
+        overwritten before anything can see it.
         """
         lengths = [int(p.numel()) for p in prompts]
         for i, n in enumerate(lengths):
@@ -219,6 +232,8 @@ class TappedTarget:
         return self.logits(last), merged, row_start
 
     def verify(self, cache: SlotCache, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run a block ``[B, b]`` int64: logits ``[B, b, V]`` and features ``[B, b, n * Ht]`` of every row, accepted or not."""
+        """Run a block ``[B, b]`` int64: logits ``[B, b, V]`` and features ``[B, b, n * Ht]`` of every row,
+        accepted or not.
+        """
         rows = self.forward(cache, tokens)
         return self.logits(rows), self.features()

@@ -24,7 +24,9 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     for name in names:
         path = folder / name
         if not path.is_file():
-            raise FileNotFoundError(f"directory={str(folder)!r}: no {name} in it; a drafter folder holds config.json and {WEIGHTS}")
+            raise FileNotFoundError(
+                f"directory={str(folder)!r}: no {name} in it; a drafter folder holds config.json and {WEIGHTS}"
+            )
         try:
             tensors.update(load_file(path))
         except (SafetensorError, OSError, ValueError) as error:
@@ -37,5 +39,7 @@ def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{WEIGHTS}.{os.getpid()}"
-    save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata={"format": "pt"})
+    save_file(
+        {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata={"format": "pt"}
+    )
     os.replace(temporary, folder / WEIGHTS)

@@ -1,8 +1,9 @@
 """The DFlash drafter (arXiv 2602.06036) with the temporary segment of Carryover Drafting (arXiv 2609.14717).
 
-The block is ``[anchor, mask x (b-1)]``; slot j predicts its own position. Its rows attend, in every layer, to the committed context,
-to the rows that the last verification rejected, and to the block. Context and rejected rows come from tapped target states
-(:func:`carryover_ext.ops.commit_and_carry`); embedding and head are the target's and are bound, not stored.
+The block is ``[anchor, mask x (b-1)]``; slot j predicts its own position. Its rows attend, in every layer, to
+the committed context, to the rows that the last verification rejected, and to the block. Context and rejected
+rows come from tapped target states (:func:`carryover_ext.ops.commit_and_carry`); embedding and head are the
+target's and are bound, not stored.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from .checkpoint import read_tensors, write_tensors
 
 @dataclass
 class Drafts:
-    """A drafted block: ``tokens [B, K]`` int64 target ids; ``probs [B, K, V]`` float32, the law they were drawn from (None: greedy)."""
+    """A drafted block: ``tokens [B, K]`` int64 target ids; ``probs [B, K, V]`` float32, the law they were
+    drawn from (None: greedy).
+    """
 
     tokens: Tensor
     probs: Tensor | None = None
@@ -40,11 +43,13 @@ class _Packed:
 
 
 class DFlashDrafter(nn.Module):
-    """Parameters carry the tensor names of the z-lab checkpoints; ``carryover_embedding [H]`` exists when the config enables it.
+    """Parameters carry the tensor names of the z-lab checkpoints; ``carryover_embedding [H]`` exists when the
+    config enables it.
 
     Args:
         config: shapes and switches.
-        mask_embedding: whether the checkpoint has a learned ``mask_embedding [H]`` instead of the target's row of the mask token.
+        mask_embedding: whether the checkpoint has a learned ``mask_embedding [H]`` instead of the target's
+            row of the mask token.
     """
 
     def __init__(self, config: DrafterConfig, mask_embedding: bool = False) -> None:
@@ -69,13 +74,13 @@ class DFlashDrafter(nn.Module):
         self._packed: _Packed | None = None
         self._rotary: Tensor | None = None
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
     @classmethod
     def from_pretrained(cls, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> DFlashDrafter:
         """Load ``config.json`` and safetensors from a folder.
 
-        Raises FileNotFoundError for a missing file, ValueError for a corrupt one, for a missing or unexpected tensor, for a wrong
-        shape, and for a config that the drafter does not implement.
+        Raises FileNotFoundError for a missing file, ValueError for a corrupt one, for a missing or unexpected
+        tensor, for a wrong shape, and for a config that the drafter does not implement.
         """
         config = DrafterConfig.from_pretrained(directory)
         tensors = read_tensors(directory)
@@ -102,7 +107,9 @@ class DFlashDrafter(nn.Module):
         return model.eval()
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write ``config.json`` and ``model.safetensors``, each atomically, in the dtype of the parameters."""
+        """Write ``config.json`` and ``model.safetensors``, each atomically, in the dtype of the
+        parameters.
+        """
         self.config.save_pretrained(directory)
         write_tensors(directory, self.state_dict())
 
@@ -110,13 +117,18 @@ class DFlashDrafter(nn.Module):
         if self.d2t is None:
             return
         ids = self.d2t
-        if ids.dtype != torch.int64 or bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= self.config.vocab_size:
+        if (
+            ids.dtype != torch.int64
+            or bool((ids[1:] <= ids[:-1]).any())
+            or int(ids[0]) < 0
+            or int(ids[-1]) >= self.config.vocab_size
+        ):
             raise ValueError(
                 f"d2t ({ids.dtype}, first {ids[:4].tolist()}, last {ids[-1:].tolist()}): must be int64 target token ids, strictly "
                 f"increasing, below vocab_size={self.config.vocab_size}"
             )
 
-    # -- target ------------------------------------------------------------------------------------------------------
+    # -- target ------------------------------------------------------------------------------------
     def bind(
         self,
         embed_tokens_weight: Tensor,
@@ -130,32 +142,52 @@ class DFlashDrafter(nn.Module):
     ) -> DFlashDrafter:
         """Take embedding and head ``[V, H]`` from the target; the rows of a reduced head are gathered once.
 
-        ``embed_scale`` and ``logit_soft_cap`` are the target's (Gemma); ``num_layers``, ``hidden_size`` and ``tap_ids``, when given,
-        are checked against the checkpoint. Raises ValueError when the checkpoint was made for another target.
+        ``embed_scale`` and ``logit_soft_cap`` are the target's (Gemma); ``num_layers``, ``hidden_size`` and
+        ``tap_ids``, when given, are checked against the checkpoint. Raises ValueError when the checkpoint was
+        made for another target.
         """
         c = self.config
-        for name, weight in (("embed_tokens_weight", embed_tokens_weight), ("lm_head_weight", lm_head_weight)):
+        for name, weight in (
+            ("embed_tokens_weight", embed_tokens_weight),
+            ("lm_head_weight", lm_head_weight),
+        ):
             if weight.dim() != 2 or weight.shape[1] != c.hidden_size:
                 raise ValueError(
                     f"{name} is {tuple(weight.shape)}: the drafter has hidden_size={c.hidden_size}, so it belongs to another target"
                 )
             if weight.shape[0] != c.vocab_size:
-                raise ValueError(f"{name} has {weight.shape[0]} rows: the drafter has vocab_size={c.vocab_size}, another vocabulary")
+                raise ValueError(
+                    f"{name} has {weight.shape[0]} rows: the drafter has vocab_size={c.vocab_size}, another vocabulary"
+                )
         if num_layers is not None and num_layers != c.num_target_layers:
-            raise ValueError(f"num_layers={num_layers}: the drafter was made for a target of num_target_layers={c.num_target_layers}")
+            raise ValueError(
+                f"num_layers={num_layers}: the drafter was made for a target of num_target_layers={c.num_target_layers}"
+            )
         if hidden_size is not None and hidden_size != c.target_hidden_size:
-            raise ValueError(f"hidden_size={hidden_size}: the drafter was made for target_hidden_size={c.target_hidden_size}")
+            raise ValueError(
+                f"hidden_size={hidden_size}: the drafter was made for target_hidden_size={c.target_hidden_size}"
+            )
         if tap_ids is not None and list(tap_ids) != c.target_layer_ids:
-            raise ValueError(f"tap_ids={list(tap_ids)}: the drafter was trained on taps {c.target_layer_ids}, in this order")
+            raise ValueError(
+                f"tap_ids={list(tap_ids)}: the drafter was trained on taps {c.target_layer_ids}, in this order"
+            )
         self._check_d2t()
         reference = self.fc.weight
         scale = embed_scale if c.input_embedding_scale is None else c.input_embedding_scale
         # Gemma rounds its scale to the dtype of the embedding before it multiplies.
         self._embed_scale = float(torch.tensor(scale, dtype=embed_tokens_weight.dtype))
         self._soft_cap = logit_soft_cap if c.final_logit_softcapping is None else c.final_logit_softcapping
-        key = (lm_head_weight.data_ptr(), reference.dtype, reference.device, None if self.d2t is None else (self.d2t.data_ptr(), self.d2t._version))
+        key = (
+            lm_head_weight.data_ptr(),
+            reference.dtype,
+            reference.device,
+            None if self.d2t is None else (self.d2t.data_ptr(), self.d2t._version),
+        )
         if self._head_key != key:
-            with torch.inference_mode(False), torch.no_grad():  # bound while decoding, it must still serve training
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # bound while decoding, it must still serve training
                 head = lm_head_weight.detach()
                 if self.d2t is not None:
                     head = head[self.d2t.to(head.device)]
@@ -164,7 +196,7 @@ class DFlashDrafter(nn.Module):
         self._embed = embed_tokens_weight.detach()
         return self
 
-    # -- weights -----------------------------------------------------------------------------------------------------
+    # -- weights -----------------------------------------------------------------------------------
     @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
@@ -176,7 +208,9 @@ class DFlashDrafter(nn.Module):
     def rotary(self, length: int) -> Tensor:
         """Table ``[>= length, rot]`` float32 on the drafter's device; grows by doubling."""
         if self._rotary is None or self._rotary.shape[0] < length or self._rotary.device != self.device:
-            size = max(length, self.config.block_size, 2 * (0 if self._rotary is None else self._rotary.shape[0]))
+            size = max(
+                length, self.config.block_size, 2 * (0 if self._rotary is None else self._rotary.shape[0])
+            )
             with torch.inference_mode(False):  # a table made while decoding must still serve training
                 self._rotary = rotary_table(self.config, size, self.device)
         return self._rotary
@@ -194,7 +228,9 @@ class DFlashDrafter(nn.Module):
         return (*weights, cos_sin, embedding)
 
     def pack(self) -> _Packed:
-        """Fused copies of the weights for decoding, kept until a parameter changes (in place, by loading, or by ``to``)."""
+        """Fused copies of the weights for decoding, kept until a parameter changes (in place, by loading, or
+        by ``to``).
+        """
         if torch.compiler.is_compiling():
             if self._packed is None:
                 raise RuntimeError("pack() must run once before the drafter is compiled or exported")
@@ -208,7 +244,7 @@ class DFlashDrafter(nn.Module):
             self._packed = _Packed(key, kv, layers)
         return self._packed
 
-    # -- decoding ----------------------------------------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------------
     def new_cache(
         self, batch: int, capacity: int, page_size: int | None = None, block_table: Tensor | None = None
     ) -> DrafterCache:
@@ -238,16 +274,20 @@ class DFlashDrafter(nn.Module):
         num_accepted: Tensor,
         carry: bool = True,
     ) -> None:
-        """Take the verified rows of a round: committed rows into the cache, rejected ones into the segment, lengths forward.
+        """Take the verified rows of a round: committed rows into the cache, rejected ones into the segment,
+        lengths forward.
 
         Args:
             features: tapped target states ``[T, n * Ht]`` of every verified row, accepted or not.
             positions: ``[T]`` int32 verify positions, None: each request's rows follow its committed ones.
             row_start: ``[B+1]`` int32, request i owns rows ``row_start[i] .. row_start[i+1]-1``.
-            num_accepted: ``[B]`` int32; rows 0..m are committed. Prefill: ``n_i - 1``. -1: the request takes no part.
-            carry: False leaves the segment empty, which is the baseline drafter. A checkpoint without carryover never carries.
+            num_accepted: ``[B]`` int32; rows 0..m are committed. Prefill: ``n_i - 1``. -1: the request takes
+                no part.
+            carry: False leaves the segment empty, which is the baseline drafter. A checkpoint without
+                carryover never carries.
 
-        Raises ValueError when a row would be committed past the capacity (checked on the CPU only: elsewhere it would cost a sync).
+        Raises ValueError when a row would be committed past the capacity (checked on the CPU only: elsewhere
+        it would cost a sync).
         """
         if features.dim() != 2 or features.shape[1] != self.config.num_features:
             raise ValueError(
@@ -258,7 +298,9 @@ class DFlashDrafter(nn.Module):
         if cache.lens.device.type == "cpu" and not torch.compiler.is_compiling() and cache.batch:
             most = int((cache.lens + num_accepted).max()) + 1
             if most > cache.capacity:
-                raise ValueError(f"num_accepted would commit {most} rows: the cache has capacity={cache.capacity} a request")
+                raise ValueError(
+                    f"num_accepted would commit {most} rows: the cache has capacity={cache.capacity} a request"
+                )
         if positions is None:
             positions = cache.positions(row_start, rows)
         slots = cache.slots(positions, row_start)
@@ -302,15 +344,19 @@ class DFlashDrafter(nn.Module):
         sampling: Sampling | None = None,
         active: Tensor | None = None,
     ) -> Drafts:
-        """Propose ``num_drafts`` tokens (None: ``block_size - 1``) after each anchor ``[B]`` int64, which sits at position ``cache.lens``.
+        """Propose ``num_drafts`` tokens (None: ``block_size - 1``) after each anchor ``[B]`` int64, which
+        sits at position ``cache.lens``.
 
-        ``sampling`` (or ``temperature`` alone) is the law of the drafts; greedy drafts have no ``probs``. ``active [B]`` bool: requests
-        that take no part cost no attention; their tokens are meaningless. Raises ValueError for a block longer than trained.
+        ``sampling`` (or ``temperature`` alone) is the law of the drafts; greedy drafts have no ``probs``.
+        ``active [B]`` bool: requests that take no part cost no attention; their tokens are meaningless.
+        Raises ValueError for a block longer than trained.
         """
         block = self.check_block(None if num_drafts is None else num_drafts + 1)
         lens = cache.lens if active is None else torch.where(active, cache.lens, -1)
         x = self._block(cache, lens, anchor, block)
-        logits = F.linear(rms_norm(x[:, 1:], self.norm.weight, self.config.rms_norm_eps), self._bound("_head"))
+        logits = F.linear(
+            rms_norm(x[:, 1:], self.norm.weight, self.config.rms_norm_eps), self._bound("_head")
+        )
         sampling = Sampling(temperature) if sampling is None else sampling
         if sampling.temperature == 0:
             tokens = logits.argmax(-1)
@@ -328,20 +374,28 @@ class DFlashDrafter(nn.Module):
         return logits if not cap else torch.tanh(logits / cap) * cap
 
     def check_block(self, block: int | None) -> int:
-        """The block length to use (None: the trained one); ValueError when it is below 2 or longer than trained."""
+        """The block length to use (None: the trained one); ValueError when it is below 2 or longer than
+        trained.
+        """
         trained = self.config.block_size
         if block is not None and not 2 <= block <= trained:
-            raise ValueError(f"block_size={block}: must be in 2..{trained}, the length that the drafter was trained with")
+            raise ValueError(
+                f"block_size={block}: must be in 2..{trained}, the length that the drafter was trained with"
+            )
         return trained if block is None else block
 
     def _bound(self, name: str) -> Tensor:
         tensor = getattr(self, name)
         if tensor is None:
-            raise RuntimeError("the drafter has no target yet: call drafter.bind(embed_tokens_weight, lm_head_weight) first")
+            raise RuntimeError(
+                "the drafter has no target yet: call drafter.bind(embed_tokens_weight, lm_head_weight) first"
+            )
         return tensor
 
     def block_embeddings(self, anchor: Tensor, block: int) -> Tensor:
-        """Input rows ``[B, block, H]``: the target's embedding of the anchor, then mask rows, in the drafter's dtype."""
+        """Input rows ``[B, block, H]``: the target's embedding of the anchor, then mask rows, in the
+        drafter's dtype.
+        """
         table = self._bound("_embed")
         mask = self.mask_embedding
         if mask is None:
@@ -364,7 +418,7 @@ class DFlashDrafter(nn.Module):
             None,
         )
 
-    # -- training ----------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
     def hidden(
         self,
         x: Tensor,
@@ -380,16 +434,20 @@ class DFlashDrafter(nn.Module):
         cos_sin: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Differentiable forward of blocks: rows after the final norm, ``[B, b, H]``; multiply by the head for logits.
+        """Differentiable forward of blocks: rows after the final norm, ``[B, b, H]``; multiply by the head
+        for logits.
 
         Args:
             x: input rows ``[B, b, H]``, see :meth:`block_embeddings`.
-            k_cache, v_cache: ``[L, N, page, nkv, d]`` from ``ops.project_kv``; with a ``block_table`` blocks may share pages.
-            context_lens: ``[B]`` int32; block row i sits at position ``context_lens + i``. -1: an empty batch row, zeros come out.
+            k_cache, v_cache: ``[L, N, page, nkv, d]`` from ``ops.project_kv``; with a ``block_table`` blocks
+                may share pages.
+            context_lens: ``[B]`` int32; block row i sits at position ``context_lens + i``. -1: an empty batch
+                row, zeros come out.
             k_segment, v_segment: ``[L, B, R, nkv, d]`` or None; segment_lens ``[B]`` int32.
             block_lens: ``[B]`` int32, rows of each block that exist, None: all.
             cos_sin: rotary table; None: the drafter's own, which must already be long enough to avoid a sync.
-            dtype: precision of weights and activations, None: that of the parameters. The caches must have it.
+            dtype: precision of weights and activations, None: that of the parameters. The caches must have
+                it.
         """
         layers = [layer.fused(dtype) for layer in self.layers]
         norm = self.norm.weight if dtype is None else self.norm.weight.to(dtype)
@@ -397,10 +455,20 @@ class DFlashDrafter(nn.Module):
             x = x.to(dtype)
         if cos_sin is None:
             cos_sin = self.rotary(int(context_lens.max()) + x.shape[1] + 1 if context_lens.numel() else 1)
-        positions = context_lens.clamp_min(0)[:, None] + torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+        positions = context_lens.clamp_min(0)[:, None] + torch.arange(
+            x.shape[1], dtype=torch.int32, device=x.device
+        )
         segment = None if k_segment is None or v_segment is None else (k_segment, v_segment)
         x = self._layers(
-            x, cos_sin[positions], layers, (k_cache, v_cache), context_lens, segment, segment_lens, block_table, block_lens
+            x,
+            cos_sin[positions],
+            layers,
+            (k_cache, v_cache),
+            context_lens,
+            segment,
+            segment_lens,
+            block_table,
+            block_lens,
         )
         return rms_norm(x, norm, self.config.rms_norm_eps)
 

@@ -1,0 +1,332 @@
+"""Tiny targets and drafters, and a plain drafter that computes everything again each round, in float64."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from carryover_ext.config import CarryoverConfig, DrafterConfig
+from carryover_ext.drafters import DFlashDrafter, Drafts
+from carryover_ext.targets import TappedTarget
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma2", "gemma3")
+VOCAB = 24
+
+
+@functools.cache
+def tiny_target(family: str = "llama", vocab: int = VOCAB, layers: int = 4, hidden: int = 32) -> Any:
+    """A random float32 model. Its weights are large enough that the output is not a constant."""
+    common: dict[str, Any] = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    kinds = ["sliding_attention", "full_attention"] * layers
+    gemma = {"head_dim": 16, "sliding_window": 6, "layer_types": kinds[:layers], "query_pre_attn_scalar": 16}
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        if family == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**common))
+        elif family == "mistral":
+            model = MistralForCausalLM(MistralConfig(**common, sliding_window=6))
+        elif family == "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**common))
+        elif family == "qwen2-window":
+            window = {"use_sliding_window": True, "sliding_window": 6, "layer_types": kinds[:layers]}
+            model = Qwen2ForCausalLM(Qwen2Config(**common, **window))
+        elif family == "qwen3":
+            model = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=16))
+        elif family == "gemma2":
+            caps = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
+            model = Gemma2ForCausalLM(Gemma2Config(**common, **gemma, **caps))
+        else:
+            model = Gemma3ForCausalLM(Gemma3TextConfig(**common, **gemma, final_logit_softcapping=3.0))
+        for name, p in model.named_parameters():
+            if name.endswith("norm.weight"):
+                p.data.add_(0.1 * torch.randn_like(p))
+            if name.endswith("bias"):
+                p.data.normal_(0, 0.1)
+        # One-sided attention sharpness makes the models depend on their context.
+        model.requires_grad_(False)
+    return model.eval().float()
+
+
+def drafter_config(target: Any, **changes: Any) -> DrafterConfig:
+    config = target.config
+    values: dict[str, Any] = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": config.vocab_size,
+        "num_target_layers": config.num_hidden_layers,
+        "target_layer_ids": [1, 2],
+        "mask_token_id": 3,
+        "block_size": 5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 256,
+        "carryover_config": CarryoverConfig(),
+    }
+    values.update(changes)
+    return DrafterConfig(**values)
+
+
+def randomize(drafter: torch.nn.Module, seed: int = 11) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in drafter.named_parameters():
+        noise = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p.dtype)
+        with torch.no_grad():
+            if name.endswith("norm.weight") or "layernorm" in name:
+                p.copy_(1 + 0.2 * noise)
+            elif p.dim() == 1:
+                p.copy_(noise)
+            else:
+                p.copy_(noise * (1.5 / math.sqrt(p.shape[1])))
+
+
+def tiny_drafter(
+    target: Any,
+    cls: type[DFlashDrafter] = DFlashDrafter,
+    seed: int = 11,
+    mask_embedding: bool = False,
+    **changes: Any,
+) -> Any:
+    drafter = cls(drafter_config(target, **changes), mask_embedding=mask_embedding)
+    randomize(drafter, seed)
+    if drafter.d2t is not None:
+        ids = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(seed))
+        drafter.d2t.copy_(ids[: drafter.d2t.numel()].sort().values)
+    return drafter.eval()
+
+
+def prompts(*lengths: int, vocab: int = VOCAB, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
+
+
+@torch.no_grad()
+def plain(target: Any, prompt: Tensor, count: int) -> tuple[list[int], float]:
+    """Greedy continuation by whole forwards of the stock model, and the smallest top-2 gap on the way."""
+    ids, gap = prompt[None], math.inf
+    for _ in range(count):
+        top = target(ids).logits[0, -1].topk(2)
+        gap = min(gap, float(top.values[0] - top.values[1]))
+        ids = torch.cat([ids, top.indices[None, :1]], 1)
+    return ids[0, prompt.numel() :].tolist(), gap
+
+
+class Steered(DFlashDrafter):
+    """Records every commit and draft, then replaces the drafts so that ``plan(request, round)`` of them are right."""
+
+    truth: list[list[int]]
+    prompt_lens: list[int]
+    plan: Any = None
+
+    def start(self, truth: list[list[int]], prompt_lens: list[int], plan: Any = None) -> Steered:
+        self.truth, self.prompt_lens, self.plan = truth, prompt_lens, plan
+        self.log: list[tuple[str, Any]] = []
+        self.calls = 0
+        return self
+
+    def commit(
+        self,
+        cache: Any,
+        features: Tensor,
+        positions: Any,
+        row_start: Tensor,
+        num_accepted: Tensor,
+        carry: bool = True,
+    ) -> None:  # noqa: E501
+        self.log.append(("commit", (features.clone(), row_start.clone(), num_accepted.clone(), carry)))
+        super().commit(cache, features, positions, row_start, num_accepted, carry)
+
+    def draft(self, cache: Any, anchor: Tensor, **options: Any) -> Drafts:
+        drafts = super().draft(cache, anchor, **options)
+        state = (cache.lens.clone(), cache.segment_lens.clone())
+        active = options.get("active")
+        self.log.append(
+            ("draft", (anchor.clone(), drafts, None if active is None else active.clone(), state))
+        )
+        self.calls += 1
+        if self.plan is None:
+            return drafts
+        tokens = drafts.tokens.clone()
+        for i, row in enumerate(tokens):
+            done = int(cache.lens[i]) - self.prompt_lens[i] + 1
+            right = self.truth[i][done : done + row.numel()]
+            good = self.plan(i, self.calls)
+            for j in range(row.numel()):
+                token = right[j] if j < len(right) else 0
+                row[j] = token if j < good else (token + 1) % self.config.vocab_size
+        return Drafts(tokens)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def _turn(x: Tensor, positions: Tensor, rot: int, theta: float) -> Tensor:
+    """Rotate pairs (i, i + rot/2) of ``x [n, heads, d]`` as complex numbers."""
+    half = rot // 2
+    rate = torch.tensor([theta ** (-2 * i / rot) for i in range(half)], dtype=torch.float64)
+    turn = torch.polar(
+        torch.ones(len(positions), half, dtype=torch.float64), positions[:, None].double() * rate
+    )
+    z = torch.complex(x[..., :half].contiguous(), x[..., half:rot].contiguous()) * turn[:, None]
+    return torch.cat([z.real, z.imag, x[..., rot:]], -1)
+
+
+def oracle_logits(
+    drafter: DFlashDrafter,
+    embed: Tensor,
+    head: Tensor,
+    committed: Tensor,
+    rejected: Tensor | None,
+    anchor: int,
+    drafts: int,
+    embed_scale: float = 1.0,
+) -> Tensor:
+    """Draft logits ``[drafts, V or Vd]`` of one request from the recorded states, without any cache, in float64."""
+    c, w = drafter.config, {k: v.double() for k, v in drafter.state_dict().items() if k != "d2t"}
+    eps, d, nh, nkv = c.rms_norm_eps, c.head_dim, c.num_attention_heads, c.num_key_value_heads
+    n = committed.shape[0]
+    context = _norm(committed.double() @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    where, rope = list(range(n)), list(range(n))
+    if rejected is not None and rejected.shape[0]:
+        u = rejected.double() @ w["fc.weight"].T
+        e = w["carryover_embedding"]
+        before = c.carryover_config.carry_embed_at == "pre_norm"
+        u = (
+            _norm(u + e, w["hidden_norm.weight"], eps)
+            if before
+            else _norm(u, w["hidden_norm.weight"], eps) + e
+        )
+        context = torch.cat([context, u])
+        late = 1 if c.carryover_config.carry_positions == "shifted" else 0
+        where += [n + j for j in range(rejected.shape[0])]
+        rope += [n + j + late for j in range(rejected.shape[0])]
+    m = context.shape[0]
+    block = [n + i for i in range(drafts + 1)]
+    mask = w.get("mask_embedding", embed[c.mask_token_id].double() * embed_scale)
+    x = torch.stack([embed[anchor].double() * embed_scale] + [mask] * drafts)
+    for i in range(c.num_hidden_layers):
+        p = f"layers.{i}."
+        h = _norm(x, w[p + "input_layernorm.weight"], eps)
+        a = p + "self_attn."
+        q = _norm((h @ w[a + "q_proj.weight"].T).view(-1, nh, d), w[a + "q_norm.weight"], eps)
+        rows = torch.cat([context, h])
+        k = _norm((rows @ w[a + "k_proj.weight"].T).view(-1, nkv, d), w[a + "k_norm.weight"], eps)
+        v = (rows @ w[a + "v_proj.weight"].T).view(-1, nkv, d)
+        q = _turn(q, torch.tensor(block), c.rotary_dim, c.rope_theta)
+        k = _turn(k, torch.tensor(rope + block), c.rotary_dim, c.rope_theta)
+        out = torch.zeros(drafts + 1, nh, d, dtype=torch.float64)
+        for t in range(drafts + 1):
+            seen = []
+            for s, position in enumerate(where + block):
+                ok = not (c.layer_window(i) and block[t] - position >= c.layer_window(i))
+                if c.layer_causal(i) and s >= m and s - m > t:
+                    ok = False
+                if ok:
+                    seen.append(s)
+            for head_index in range(nh):
+                g = head_index // (nh // nkv)
+                score = torch.softmax(k[seen, g] @ q[t, head_index] / math.sqrt(d), 0)
+                out[t, head_index] = score @ v[seen, g]
+        x = x + out.reshape(drafts + 1, -1) @ w[a + "o_proj.weight"].T
+        h = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
+        gate = h @ w[p + "mlp.gate_proj.weight"].T
+        x = (
+            x
+            + (gate * torch.sigmoid(gate) * (h @ w[p + "mlp.up_proj.weight"].T))
+            @ w[p + "mlp.down_proj.weight"].T
+        )
+    rows_of_head = head.double() if drafter.d2t is None else head.double()[drafter.d2t]
+    return _norm(x[1:], w["norm.weight"], eps) @ rows_of_head.T
+
+
+def replay(drafter: Steered, target: TappedTarget) -> tuple[int, int, int]:
+    """Compare every recorded draft with the oracle: (tokens equal, tokens compared, rows carried)."""
+    committed: list[list[Tensor]] = []
+    rejected: list[Tensor] = []
+    equal = total = carried = 0
+    for kind, entry in drafter.log:
+        if kind == "commit":
+            features, row_start, num_accepted, carry = entry
+            batch = num_accepted.numel()
+            if not committed:
+                committed = [[] for _ in range(batch)]
+            rejected = [torch.zeros(0, features.shape[1])] * batch
+            for i, m in enumerate(num_accepted.tolist()):
+                rows = features[row_start[i] : row_start[i + 1]]
+                if m >= 0:
+                    committed[i].append(rows[: m + 1])
+                    if carry and drafter.config.carryover:
+                        rejected[i] = rows[m + 1 :]
+            continue
+        anchor, drafts, active, (lens, segment_lens) = entry
+        for i in range(anchor.numel()):
+            if active is not None and not active[i]:
+                continue
+            states = torch.cat(committed[i])
+            assert int(lens[i]) == states.shape[0]
+            assert int(segment_lens[i]) == rejected[i].shape[0]
+            carried += rejected[i].shape[0]
+            logits = oracle_logits(
+                drafter,
+                target.embed_weight,
+                target.head_weight,
+                states,
+                rejected[i],
+                int(anchor[i]),
+                drafts.tokens.shape[1],
+                target.embed_scale,
+            )
+            best = logits.topk(2, -1)
+            expected = best.indices[:, 0] if drafter.d2t is None else drafter.d2t[best.indices[:, 0]]
+            clear = (best.values[:, 0] - best.values[:, 1]) > 1e-3
+            equal += int(((drafts.tokens[i] == expected) | ~clear).sum())
+            total += expected.numel()
+            assert clear.float().mean() > 0.5
+    return equal, total, carried
+
+
+def chi_square(counts: Tensor, law: Tensor) -> float:
+    """p-value of observed counts under a law; cells with an expectation under 5 are put together."""
+    expected = law.double() * counts.sum()
+    small = expected < 5
+    observed = counts.double()
+    cells_e, cells_o = expected[~small], observed[~small]
+    if bool(small.any()) and float(expected[small].sum()) > 0:
+        cells_e = torch.cat([cells_e, expected[small].sum()[None]])
+        cells_o = torch.cat([cells_o, observed[small].sum()[None]])
+    statistic = ((cells_o - cells_e) ** 2 / cells_e).sum()
+    freedom = torch.tensor((cells_e.numel() - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))
