@@ -1,4 +1,4 @@
-"""The training side against plain recomputation: attention, losses, the target's block pass, draft-verify-draft, resume."""
+"""The training side against plain recomputation: attention, losses, block passes, draft-verify-draft, resume."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def model() -> LlamaForCausalLM:
 
 
 def drafter_config(**kw) -> DrafterConfig:
-    base = dict(
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=V,
-        num_target_layers=4,
-        target_layer_ids=TAPS,
-        mask_token_id=3,
-        block_size=5,
-        rope_theta=10000.0,
-        carryover_config=CarryoverConfig(),
-    )
+    base = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": V,
+        "num_target_layers": 4,
+        "target_layer_ids": TAPS,
+        "mask_token_id": 3,
+        "block_size": 5,
+        "rope_theta": 10000.0,
+        "carryover_config": CarryoverConfig(),
+    }
     return DrafterConfig(**{**base, **kw})
 
 
@@ -82,7 +82,10 @@ def recorded(model, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("rec")
     g = torch.Generator().manual_seed(1)
     lengths = torch.randint(3, 14, (20,), generator=g).tolist()
-    prompts = [PromptIds("ab"[i % 2], "made", torch.randint(4, V, (n,), generator=g).tolist()) for i, n in enumerate(lengths)]
+    prompts = [
+        PromptIds("ab"[i % 2], "made", torch.randint(4, V, (n,), generator=g).tolist())
+        for i, n in enumerate(lengths)
+    ]
     record(prompts, lambda p: greedy(model, p), folder / "rec", settings={"t": 0}, shard_size=8)
     build_features(folder / "rec", folder / "feat", TargetPass(model, TAPS), top_k=4, batch_tokens=64)
     return folder / "rec", folder / "feat"
@@ -182,7 +185,9 @@ def test_features_are_the_outputs_of_the_tapped_layers(model, recorded):
         expected = torch.cat([out.hidden_states[t + 1][0] for t in TAPS], -1)
         torch.testing.assert_close(row.features, expected, atol=1e-4, rtol=1e-4)
         top = out.logits[0].softmax(-1).topk(4, -1)
-        torch.testing.assert_close(row.top_probs[row.prompt_len - 1 :], top.values[row.prompt_len - 1 :], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            row.top_probs[row.prompt_len - 1 :], top.values[row.prompt_len - 1 :], atol=1e-4, rtol=1e-3
+        )
         assert torch.equal(row.top_ids[row.prompt_len - 1 :, 0].long(), top.indices[row.prompt_len - 1 :, 0])
 
 
@@ -208,21 +213,49 @@ def test_training_forward_equals_the_decoding_drafter(model, recorded, embed_at,
                 continue
             a, m = int(batch.anchors[i, j]), int(rejects.accepted[i, j])
             cache = drafter.new_cache(1, 64)
-            drafter.commit(cache, batch.features[i, :a], None, torch.tensor([0, a], dtype=torch.int32), torch.tensor([a - 1], dtype=torch.int32))
+            drafter.commit(
+                cache,
+                batch.features[i, :a],
+                None,
+                torch.tensor([0, a], dtype=torch.int32),
+                torch.tensor([a - 1], dtype=torch.int32),
+            )
             drafts = drafter.draft(cache, batch.ids[i, a : a + 1]).tokens[0]
-            assert m == int((drafts == batch.ids[i, a + 1 : a + 5][: len(drafts)]).int().cumprod(0).sum()) if a + 5 <= len(batch.ids[i]) else True
-            rows = target.blocks(torch.cat([batch.ids[i, a : a + 1], drafts])[None, None], batch.anchors[i : i + 1, j : j + 1], target.prefix(batch.ids[i : i + 1])[2])[0, 0]
-            drafter.commit(cache, rows, None, torch.tensor([0, 5], dtype=torch.int32), torch.tensor([m], dtype=torch.int32))
+            assert (
+                m == int((drafts == batch.ids[i, a + 1 : a + 5][: len(drafts)]).int().cumprod(0).sum())
+                if a + 5 <= len(batch.ids[i])
+                else True
+            )
+            rows = target.blocks(
+                torch.cat([batch.ids[i, a : a + 1], drafts])[None, None],
+                batch.anchors[i : i + 1, j : j + 1],
+                target.prefix(batch.ids[i : i + 1])[2],
+            )[0, 0]
+            drafter.commit(
+                cache,
+                rows,
+                None,
+                torch.tensor([0, 5], dtype=torch.int32),
+                torch.tensor([m], dtype=torch.int32),
+            )
             nxt = int(rejects.anchors[i, j])
             assert int(cache.lens[0]) == nxt == a + m + 1
             assert int(cache.segment_lens[0]) == 4 - m == int(rejects.mask[i, j].sum())
             got = drafter.draft(cache, batch.ids[i, nxt : nxt + 1]).tokens[0]
             context = encode_rows(weights, config, batch.features[i : i + 1])
             carried = encode_rows(weights, config, rejects.features[i : i + 1, j : j + 1], carried=True)
-            embeds = torch.cat([head.embed[batch.ids[i, nxt]][None], head.embed[config.mask_token_id].expand(4, -1)])[None, None]
+            embeds = torch.cat(
+                [head.embed[batch.ids[i, nxt]][None], head.embed[config.mask_token_id].expand(4, -1)]
+            )[None, None]
             hidden = draft_hidden(
-                weights, config, context, torch.tensor([[nxt]]), embeds, carried,
-                rejects.positions[i : i + 1, j : j + 1] + shift, rejects.mask[i : i + 1, j : j + 1],
+                weights,
+                config,
+                context,
+                torch.tensor([[nxt]]),
+                embeds,
+                carried,
+                rejects.positions[i : i + 1, j : j + 1] + shift,
+                rejects.mask[i : i + 1, j : j + 1],
             )
             assert torch.equal(got, (hidden[0, 0, 1:] @ head.head.t()).argmax(-1))
             checked += 1
@@ -237,8 +270,16 @@ def test_accepted_equals_the_targets_own_judgement(model, recorded):
     head = Head.make(target, None)
     rejects = draft_and_verify(weights, config, head, batch, target, torch.ones(config.num_features))
     context = encode_rows(weights, config, batch.features)
-    embeds = torch.cat([head.embed[torch.gather(batch.ids, 1, batch.anchors)][:, :, None], head.embed[3].expand(4, 6, 4, -1)], 2)
-    drafts = (draft_hidden(weights, config, context, batch.anchors, embeds)[:, :, 1:] @ head.head.t()).argmax(-1)
+    embeds = torch.cat(
+        [
+            head.embed[torch.gather(batch.ids, 1, batch.anchors)][:, :, None],
+            head.embed[3].expand(4, 6, 4, -1),
+        ],
+        2,
+    )
+    drafts = (draft_hidden(weights, config, context, batch.anchors, embeds)[:, :, 1:] @ head.head.t()).argmax(
+        -1
+    )
     for i in range(4):
         for j in range(6):
             a = int(batch.anchors[i, j])
@@ -262,7 +303,9 @@ def test_blocks_of_overlapping_anchors_never_see_each_other(model, recorded):
     together = draft_hidden(weights, config, context, anchors, embeds, carried, where, mask)
     for j in range(4):
         s = slice(j, j + 1)
-        alone = draft_hidden(weights, config, context, anchors[:, s], embeds[:, s], carried[:, s], where[:, s], mask[:, s])
+        alone = draft_hidden(
+            weights, config, context, anchors[:, s], embeds[:, s], carried[:, s], where[:, s], mask[:, s]
+        )
         torch.testing.assert_close(together[:, s], alone, atol=1e-5, rtol=1e-5)
 
 
@@ -271,9 +314,17 @@ def make_trainer(model, recorded, objective, steps=8):
     config = drafter_config()
     weights = weights_for(config, model)
     target = TargetPass(model, TAPS)
-    settings = TrainSettings(objective, steps=steps, sequences=3, anchors=5, cycle=2, reuse=1, lr=3e-3, distill=0.3)
+    settings = TrainSettings(
+        objective, steps=steps, sequences=3, anchors=5, cycle=2, reuse=1, lr=3e-3, distill=0.3
+    )
     return Trainer(
-        config, weights, torch.ones(config.num_features), Head.make(target, None), FeatureStore(*recorded), settings, target
+        config,
+        weights,
+        torch.ones(config.num_features),
+        Head.make(target, None),
+        FeatureStore(*recorded),
+        settings,
+        target,
     )
 
 
@@ -295,7 +346,9 @@ def test_killed_run_resumes_to_the_same_curve(model, recorded, tmp_path, objecti
         train(two, broken, kill, lambda: None, save_every=0)
     three = make_trainer(model, recorded, objective)
     train(three, broken, lambda r: None, lambda: None, save_every=0)
-    curves = [[json.loads(line) for line in (f / "curve.jsonl").read_text().splitlines()] for f in (whole, broken)]
+    curves = [
+        [json.loads(line) for line in (f / "curve.jsonl").read_text().splitlines()] for f in (whole, broken)
+    ]
     assert [r["step"] for r in curves[1]] == [2, 4, 6, 8]
     assert [r["loss"] for r in curves[0]] == [r["loss"] for r in curves[1]]
     for k, v in one.master.items():
@@ -304,7 +357,7 @@ def test_killed_run_resumes_to_the_same_curve(model, recorded, tmp_path, objecti
 
 def test_state_of_other_settings_is_refused(model, recorded, tmp_path):
     train(make_trainer(model, recorded, "plain", 2), tmp_path, lambda r: None, lambda: None, 0)
-    with pytest.raises(ValueError, match="steps.*new --out folder"):
+    with pytest.raises(ValueError, match=r"steps.*new --out folder"):
         train(make_trainer(model, recorded, "plain", 4), tmp_path, lambda r: None, lambda: None, 0)
 
 
@@ -348,10 +401,24 @@ def test_replay_equals_the_engine(model, recorded):
         committed = rounds = 0
         for i in range(20):
             row = store.recording(i)
-            out = engine.generate(target, drafter, [row.prompt_ids], max_new_tokens=len(row.response_ids), carry=carry)
-            assert out.tokens[0] == row.response_ids
-            rounds += len(out.rounds)
-            committed += len(row.response_ids) - 1  # the first token is the prefill's
+            out = engine.generate(
+                target,
+                drafter,
+                [row.prompt_ids],
+                # room for whole blocks: near its limit the engine drafts shorter ones
+                max_new_tokens=len(row.response_ids) + config.block_size,
+                carry=carry,
+                stop_token_ids=[],
+            )
+            wanted = len(row.response_ids) - 1  # the first token is the prefill's
+            assert out.tokens[0][: wanted + 1] == row.response_ids
+            done = 0
+            for r in out.rounds[1:]:
+                if done >= wanted:
+                    break
+                done += r.committed[0]
+                rounds += 1
+            committed += wanted
         assert rounds > 20
         assert sum(tallies[name].rounds.values()) == rounds
         assert sum(tallies[name].committed.values()) == committed
@@ -408,7 +475,11 @@ class Words:
 
 def test_prompts_interleave_and_long_ones_are_left_out(tmp_path):
     a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    a.write_text("".join(json.dumps({"category": "a", "source": "x", "prompt": "w " * n}) + "\n" for n in (1, 2, 50, 3)))
+    a.write_text(
+        "".join(
+            json.dumps({"category": "a", "source": "x", "prompt": "w " * n}) + "\n" for n in (1, 2, 50, 3)
+        )
+    )
     b.write_text("".join(json.dumps({"category": "b", "turns": ["w w"]}) + "\n" for _ in range(3)))
     found = load_prompts([a, b], Words(), max_prompt_tokens=10)
     assert [p.category for p in found] == ["a", "b", "a", "b", "a", "b"]

@@ -1,4 +1,5 @@
-"""Batches of anchors: which recorded positions a step drafts from, and the labels of the slots after them."""
+"""Batches of anchors: which recorded positions a step drafts from, and the labels of the slots after
+them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from carryover_ext.training.features import FeatureStore
 class Batch:
     """S recorded sequences, right-padded to T, and N anchors of each.
 
-    ids ``[S, T]``; lengths ``[S]``; prompt_lens ``[S]``; features ``[S, T, F]``; top_ids, top_probs ``[S, T, k]``;
-    anchors ``[S, N]`` int64 and valid ``[S, N]`` bool (False: the sequence has fewer positions than N).
+    ids ``[S, T]``; lengths ``[S]``; prompt_lens ``[S]``; features ``[S, T, F]``; top_ids, top_probs ``[S,
+    T, k]``; anchors ``[S, N]`` int64 and valid ``[S, N]`` bool (False: the sequence has fewer positions
+    than N).
     """
 
     ids: Tensor
@@ -31,8 +33,8 @@ class Batch:
 def load_batch(store: FeatureStore, picks: list[int], num_anchors: int, generator: torch.Generator) -> Batch:
     """Reads sequences and draws anchors without replacement from each response.
 
-    An anchor is a response token with at least one token after it: the first response token is the anchor of the first
-    round (the target's own prefill gave it), and its context is the prompt.
+    An anchor is a response token with at least one token after it: the first response token is the anchor
+    of the first round (the target's own prefill gave it), and its context is the prompt.
     """
     rows = [store[i] for i in picks]
     s, t = len(rows), max(len(r.ids) for r in rows)
@@ -45,7 +47,12 @@ def load_batch(store: FeatureStore, picks: list[int], num_anchors: int, generato
     valid = torch.zeros(s, num_anchors, dtype=torch.bool)
     for j, r in enumerate(rows):
         n = len(r.ids)
-        ids[j, :n], features[j, :n], top_ids[j, :n], top_probs[j, :n] = r.ids, r.features, r.top_ids, r.top_probs
+        ids[j, :n], features[j, :n], top_ids[j, :n], top_probs[j, :n] = (
+            r.ids,
+            r.features,
+            r.top_ids,
+            r.top_probs,
+        )
         span = n - 1 - r.prompt_len
         count = min(span, num_anchors)
         picked = torch.randperm(span, generator=generator)[:count].sort().values + r.prompt_len
@@ -57,7 +64,8 @@ def load_batch(store: FeatureStore, picks: list[int], num_anchors: int, generato
 
 
 def slot_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Labels of slots 1..b-1 of each block: ``positions [S, N, b-1]`` (clamped to the batch) and ``inside`` (bool)."""
+    """Labels of slots 1..b-1 of each block: ``positions [S, N, b-1]`` (clamped to the batch) and
+    ``inside`` (bool)."""
     positions = anchors[..., None] + torch.arange(1, block_size)
     inside = positions < batch.lengths[:, None, None]
     return positions.clamp(max=batch.ids.shape[1] - 1), inside

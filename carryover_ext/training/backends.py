@@ -9,7 +9,13 @@ from carryover_ext.training.recordings import Backend
 
 
 def engine_backend(
-    target: Any, *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], batch: int, seed: int
+    target: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    stop_token_ids: Sequence[int],
+    batch: int,
+    seed: int,
 ) -> Backend:
     """Plain decoding with :func:`carryover_ext.engine.generate` in batches of prompts of similar length."""
     from carryover_ext.engine import generate
@@ -47,7 +53,9 @@ def vllm_backend(
     try:
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found, unused-ignore]
     except ImportError as e:
-        raise RuntimeError(f"backend='vllm' needs vLLM in this environment ({e}); use backend='engine'") from e
+        raise RuntimeError(
+            f"backend='vllm' needs vLLM in this environment ({e}); use backend='engine'"
+        ) from e
     llm = LLM(
         target,
         dtype="bfloat16",

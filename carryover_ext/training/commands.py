@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from carryover_ext.config import CarryoverConfig, DrafterConfig, default_target_layer_ids
+from carryover_ext.training.recordings import save_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
 # every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
@@ -20,16 +21,22 @@ HOLDOUT = 32
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id")
+    parser.add_argument(
+        "--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id"
+    )
     parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="JSON-lines files of prompts")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the recording (resumed when it exists)")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the recording (resumed when it exists)"
+    )
     parser.add_argument("--limit", type=int, help="prompts of each file")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--max-prompt-tokens", type=int, default=288)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--shard-size", type=int, default=256, help="prompts a shard: what a killed run can lose")
+    parser.add_argument(
+        "--shard-size", type=int, default=256, help="prompts a shard: what a killed run can lose"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -39,7 +46,9 @@ def run_record(args: argparse.Namespace) -> int:
     from carryover_ext.training.recordings import load_prompts, record
 
     tokenizer = load_tokenizer(args.target)
-    prompts = load_prompts(args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit)
+    prompts = load_prompts(
+        args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit
+    )
     if not prompts:
         raise ValueError(f"--prompts: nothing of at most {args.max_prompt_tokens} tokens in {args.prompts}")
     common = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
@@ -69,11 +78,17 @@ def run_record(args: argparse.Namespace) -> int:
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id")
+    parser.add_argument(
+        "--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id"
+    )
     parser.add_argument("--recordings", type=Path, required=True, help="folder made by `carryover record`")
-    parser.add_argument("--features", type=Path, help="cache of target features (default: beside the recordings)")
+    parser.add_argument(
+        "--features", type=Path, help="cache of target features (default: beside the recordings)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run (resumed when it exists)")
-    parser.add_argument("--init", type=Path, help="checkpoint to start from (default: the target's own late layers)")
+    parser.add_argument(
+        "--init", type=Path, help="checkpoint to start from (default: the target's own late layers)"
+    )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--intermediate", type=int, help="MLP channels (default: the target's)")
     parser.add_argument("--taps", type=int, default=5)
@@ -96,7 +111,11 @@ def _progress(title: str) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
-        TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
     )
 
 
@@ -113,7 +132,10 @@ def _features(args: argparse.Namespace, target: Any) -> Path:
     with _progress("target features") as bar:
         task = bar.add_task("features", total=None, note="shards")
         build_features(
-            args.recordings, folder, target, progress=lambda done, n: bar.update(task, completed=done, total=n)
+            args.recordings,
+            folder,
+            target,
+            progress=lambda done, n: bar.update(task, completed=done, total=n),
         )
     return folder
 
@@ -143,7 +165,8 @@ def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
 def _start(args: argparse.Namespace, model: Any) -> tuple[DrafterConfig, dict[str, Tensor], Tensor | None]:
     """Config, weights (empty: to be made from the target) and draft vocabulary to start from."""
     if args.init is None:
-        config, weights, vocab = _new_config(args, model.config), {}, None
+        config, vocab = _new_config(args, model.config), None
+        weights: dict[str, Tensor] = {}
     else:
         config = DrafterConfig.from_pretrained(args.init)
         weights, vocab = load_weights(args.init)
@@ -161,7 +184,9 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     return {k: v.float() for k, v in tensors.items()}, vocab
 
 
-def save_checkpoint(folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None) -> None:
+def save_checkpoint(
+    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None
+) -> None:
     """Writes ``config.json`` and bf16 ``model.safetensors``."""
     from carryover_ext.drafters.checkpoint import write_tensors
 
@@ -187,16 +212,25 @@ def run_train(args: argparse.Namespace) -> int:
     target = TargetPass(model, config.target_layer_ids)
     folder = _features(args, target)
     store = _store(args.recordings, folder, holdout=False)
-    rms = initial.tap_rms(store)
-    if not weights:
-        weights = initial.from_target(config, target, rms)
-        if config.draft_vocab_size:
-            vocab, covered = initial.draft_vocabulary(store, config.vocab_size, config.draft_vocab_size)
-            print(f"draft vocabulary: {config.draft_vocab_size} tokens cover {covered:.2%} of the responses")
+    start = args.out / "start.pt"
+    if start.exists():  # a resumed run keeps what it began with, also when recordings were added since
+        begun = torch.load(start, weights_only=True)
+        weights, vocab, rms = begun["weights"], begun["vocab"], begun["rms"]
     else:
-        weights["fc.weight"] = weights["fc.weight"] * rms
-    if config.carryover:
-        weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
+        rms = initial.tap_rms(store)
+        if weights:
+            weights["fc.weight"] = weights["fc.weight"] * rms
+        else:
+            weights = initial.from_target(config, target, rms)
+            if config.draft_vocab_size:
+                vocab, covered = initial.draft_vocabulary(store, config.vocab_size, config.draft_vocab_size)
+                print(
+                    f"draft vocabulary: {config.draft_vocab_size} tokens cover {covered:.2%} of the responses"
+                )
+        if config.carryover:
+            weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
+        args.out.mkdir(parents=True, exist_ok=True)
+        save_atomic(start, {"weights": weights, "vocab": vocab, "rms": rms})
     head = Head.make(target, vocab)
     trainer = Trainer(config, weights, 1 / rms, head, store, settings, target)
     length = sum(len(store.recording(i).ids) for i in range(len(store))) // len(store)
@@ -210,14 +244,20 @@ def run_train(args: argparse.Namespace) -> int:
     )
     ceiling = cost.matrix_rate()
     checkpoint = args.out / "checkpoint"
-    print(f"{len(store)} recordings; a step is {operations / 1e9:.0f} GFLOP, the machine does {ceiling / 1e9:.0f} GFLOP/s")
+    print(
+        f"{len(store)} recordings; a step is {operations / 1e9:.0f} GFLOP, the ceiling {ceiling / 1e9:.0f} GFLOP/s"
+    )
     with _progress("training") as bar:
         task = bar.add_task("training", total=settings.steps, note="")
 
         def show(row: dict[str, float]) -> None:
             steps = row["steps"]
             share = operations * steps / (row["seconds"] - row["verify_seconds"]) / ceiling
-            first = f"AL #1 {row['al_first']:.3f}, #2 {row['al']:.3f}" if "al_first" in row else f"AL {row['al']:.3f}"
+            first = (
+                f"AL #1 {row['al_first']:.3f}, #2 {row['al']:.3f}"
+                if "al_first" in row
+                else f"AL {row['al']:.3f}"
+            )
             note = f"loss {row['loss']:.3f}, {first}, slot 1 {row['slot1']:.3f}, {share:.0%} of the ceiling"
             bar.update(task, completed=int(row["step"]), note=note)
             if not bar.console.is_terminal:
@@ -264,8 +304,12 @@ def run_evaluate(args: argparse.Namespace) -> int:
             continue
         config = DrafterConfig.from_pretrained(folder)
         weights, own = load_weights(folder)
-        if arms and not (own is vocab is None or (own is not None and vocab is not None and torch.equal(own, vocab))):
-            raise ValueError(f"--drafter {folder} and --baseline {args.baseline} have different draft vocabularies")
+        if arms and not (
+            own is vocab is None or (own is not None and vocab is not None and torch.equal(own, vocab))
+        ):
+            raise ValueError(
+                f"--drafter {folder} and --baseline {args.baseline} have different draft vocabularies"
+            )
         vocab = own
         for name in names if config.carryover else ("dflash",):
             arms.append(Arm(name, as_compute(weights, model.dtype), config, name == "carryover"))

@@ -1,4 +1,5 @@
-"""Operations of a training step and the machine's measured matrix rate, so that progress can show the share reached."""
+"""Operations of a training step and the machine's measured matrix rate, so that progress can show the
+share reached."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ def step_operations(
 ) -> float:
     """Floating-point operations (2 a multiply-add) of one optimiser step, forward and backward.
 
-    Counted: matrix products only. Weights that train cost three forwards (forward, gradient of the input, gradient of
-    the weight); the features need no gradient, so ``fc`` costs two; the frozen head costs two (see losses).
+    Counted: matrix products only. Weights that train cost three forwards (forward, gradient of the input,
+    gradient of the weight); the features need no gradient, so ``fc`` costs two; the frozen head costs two
+    (see losses).
     """
     h, d, b = config.hidden_size, int(config.head_dim or 0), config.block_size
     kv = 2 * config.num_key_value_heads * d * h
@@ -41,7 +43,8 @@ def step_operations(
 
 
 def matrix_rate(dtype: torch.dtype = torch.bfloat16, size: int = 1536, repeats: int = 7) -> float:
-    """Operations a second of a large linear layer in ``dtype``: the ceiling that a step is compared with (best of runs)."""
+    """Operations a second of a large linear layer in ``dtype``: the ceiling that a step is compared with
+    (best of runs)."""
     x, w = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
     best = float("inf")
     for _ in range(repeats):

@@ -1,9 +1,11 @@
-"""Parallel draft-verify-draft: the drafter's own rejects for many anchors at once (Carryover Drafting, arXiv 2609.14717).
+"""Parallel draft-verify-draft: the drafter's own rejects for many anchors at once (Carryover Drafting,
+arXiv 2609.14717).
 
-Draft #1 at every anchor without gradient; the recorded tokens say how many drafts hold (on greedy recordings that is the
-target's own judgement); the frozen target computes the hidden states of the drafted blocks in one forward; the rejected
-rows and the next anchors are what draft #2 trains on. Rejects that are not the drafter's own make acceptance collapse
-(DFlow, arXiv 2609.06498), so they are always made with the weights at hand.
+Draft #1 at every anchor without gradient; the recorded tokens say how many drafts hold (on greedy
+recordings that is the target's own judgement); the frozen target computes the hidden states of the
+drafted blocks in one forward; the rejected rows and the next anchors are what draft #2 trains on. Rejects
+that are not the drafter's own make acceptance collapse (DFlow, arXiv 2609.06498), so they are always made
+with the weights at hand.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from carryover_ext.training.target_pass import TargetPass
 class Head:
     """The rows of the target's embedding and head that the drafter uses.
 
-    embed ``[V, H]``; head ``[Vd, H]``; ids ``[Vd]`` target token of each head row; index ``[V]`` head row of each
-    token or -1.
+    embed ``[V, H]``; head ``[Vd, H]``; ids ``[Vd]`` target token of each head row; index ``[V]`` head row
+    of each token or -1.
     """
 
     embed: Tensor
@@ -45,9 +47,9 @@ class Head:
 class Rejects:
     """What one round left behind, and where the next one starts.
 
-    accepted ``[S, N]``; anchors ``[S, N]`` the next anchors; valid ``[S, N]``; features ``[S, N, b-1, F]`` rejected rows
-    packed to the front, positions ``[S, N, b-1]`` their verify positions, mask ``[S, N, b-1]`` which exist (all None
-    when the target was not asked).
+    accepted ``[S, N]``; anchors ``[S, N]`` the next anchors; valid ``[S, N]``; features ``[S, N, b-1,
+    F]`` rejected rows packed to the front, positions ``[S, N, b-1]`` their verify positions, mask ``[S,
+    N, b-1]`` which exist (all None when the target was not asked).
     """
 
     accepted: Tensor

@@ -1,7 +1,9 @@
-"""Acceptance length on held-out recordings: whole decoding runs replayed against the recorded answers, in batches.
+"""Acceptance length on held-out recordings: whole decoding runs replayed against the recorded answers, in
+batches.
 
-On greedy recordings the recorded token is what the target would say, so a replay gives the drafter's acceptance length
-without generating anything. The target runs only for the drafted blocks whose rejects are carried.
+On greedy recordings the recorded token is what the target would say, so a replay gives the drafter's
+acceptance length without generating anything. The target runs only for the drafted blocks whose rejects
+are carried.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from carryover_ext.training.target_pass import TargetPass
 
 @dataclass
 class Arm:
-    """One way to draft: weights (``fc`` with the feature scale folded in) and whether rejected rows are carried."""
+    """One way to draft: weights (``fc`` with the feature scale folded in) and whether rejected rows are
+    carried."""
 
     name: str
     params: Params
@@ -49,13 +52,16 @@ class Tally:
 
 
 @torch.no_grad()
-def _replay(arm: Arm, head: Head, batch: Batch, categories: list[str], target: TargetPass, tally: Tally) -> None:
+def _replay(
+    arm: Arm, head: Head, batch: Batch, categories: list[str], target: TargetPass, tally: Tally
+) -> None:
     b, config = arm.config.block_size, arm.config
     s = len(categories)
     context = encode_rows(arm.params, config, batch.features)
     prefix = target.prefix(batch.ids)[2] if arm.carry else None
     anchor = batch.prompt_lens.clone()
-    rejected = positions = None
+    rejected: Tensor | None = None
+    positions: Tensor | None = None
     mask = torch.zeros(s, 1, b - 1, dtype=torch.bool)
     while True:
         active = anchor < batch.lengths - 1

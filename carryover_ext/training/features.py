@@ -1,13 +1,14 @@
-"""Cache on disk of what the frozen target says about recordings: tapped rows and top-k next-token probabilities.
+"""Cache on disk of what the frozen target says about recordings: tapped rows and top-k next-token
+probabilities.
 
-The drafter is trained over the same prefixes many times; the target's forward over a prefix is a thousand times the
-cost of reading it back (SmolLM2-135M: 0.27 GFLOP against 5.8 KB a token). One file for each recording shard, memory-mapped.
+The drafter is trained over the same prefixes many times; the target's forward over a prefix is a thousand
+times the cost of reading it back (SmolLM2-135M: 0.27 GFLOP against 5.8 KB a token). One file for each
+recording shard, memory-mapped.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from carryover_ext.training.recordings import Recording, load_shard, shards, write_atomic
+from carryover_ext.training.recordings import Recording, load_shard, save_atomic, shards, write_atomic
 from carryover_ext.training.target_pass import TargetPass
 
 
@@ -23,8 +24,8 @@ from carryover_ext.training.target_pass import TargetPass
 class Sequence:
     """One recording with its features.
 
-    ids ``[T]`` int64, prompt_len, features ``[T, F]``; top_ids / top_probs ``[T, k]``: the target's k most probable
-    next tokens after each position (zero before the last prompt row).
+    ids ``[T]`` int64, prompt_len, features ``[T, F]``; top_ids / top_probs ``[T, k]``: the target's k
+    most probable next tokens after each position (zero before the last prompt row).
     """
 
     category: str
@@ -82,24 +83,27 @@ def build_features(
     meta = {"tap_ids": target.tap_ids, "top_k": top_k}
     path = out / "features.json"
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != meta:
-        raise ValueError(f"out: {out} holds features made with {path.read_text().strip()}, not {meta}; use a new folder")
+        raise ValueError(
+            f"out: {out} holds features made with {path.read_text().strip()}, not {meta}; use a new folder"
+        )
     write_atomic(path, json.dumps(meta) + "\n")
     files = shards(recordings)
     for done, shard in enumerate(files, 1):
         file = out / (shard.stem + ".pt")
         if not file.exists():
             tensors = _extract(target, load_shard(shard), top_k, batch_tokens)
-            temporary = file.with_suffix(".tmp")
-            torch.save(tensors, temporary)
-            os.replace(temporary, file)
+            save_atomic(file, tensors)
         if progress:
             progress(done, len(files))
 
 
 class FeatureStore:
-    """Random access to recordings with features (memory-mapped); ``keep`` selects by number of the recording."""
+    """Random access to recordings with features (memory-mapped); ``keep`` selects by number of the
+    recording."""
 
-    def __init__(self, recordings: Path, features: Path, *, keep: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self, recordings: Path, features: Path, *, keep: Callable[[int], bool] | None = None
+    ) -> None:
         self._maps: list[dict[str, Tensor]] = []
         self._rows: list[tuple[int, int, Recording]] = []
         seen = 0
@@ -114,7 +118,9 @@ class FeatureStore:
                     self._rows.append((len(self._maps) - 1, i, row))
             seen += i + 1
         if not self._rows:
-            raise FileNotFoundError(f"features: nothing usable in {features}; make it with `carryover train --prepare`")
+            raise FileNotFoundError(
+                f"features: nothing usable in {features}; make it with `carryover train --prepare`"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)

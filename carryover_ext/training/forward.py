@@ -1,11 +1,13 @@
 """The drafter's forward for many anchors that share one recorded prefix, and the attention it needs.
 
-Training runs N blocks a sequence in parallel. All blocks of a sequence attend to the same context rows (each to its own
-prefix of them), then to rows of their own: the carried rows and the block. Scores against the shared rows are one
-matrix product a sequence; scores against own rows are a small batched product; one softmax joins them. Blocks never see
-each other because their keys are never multiplied, so nothing is computed only to be masked.
+Training runs N blocks a sequence in parallel. All blocks of a sequence attend to the same context rows
+(each to its own prefix of them), then to rows of their own: the carried rows and the block. Scores
+against the shared rows are one matrix product a sequence; scores against own rows are a small batched
+product; one softmax joins them. Blocks never see each other because their keys are never multiplied, so
+nothing is computed only to be masked.
 
-Works on a plain dict of tensors with the checkpoint's names, so that float32 master weights can be cast once a step.
+Works on a plain dict of tensors with the checkpoint's names, so that float32 master weights can be cast
+once a step.
 """
 
 from __future__ import annotations
@@ -102,7 +104,9 @@ def encode_rows(p: Params, config: Any, features: Tensor, carried: bool = False)
     return h
 
 
-def _key_value(p: Params, config: Any, layer: str, rows: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _key_value(
+    p: Params, config: Any, layer: str, rows: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
     shape = (*rows.shape[:-1], config.num_key_value_heads, config.head_dim)
     k = F.linear(rows, p[layer + "k_proj.weight"]).view(shape)
     v = F.linear(rows, p[layer + "v_proj.weight"]).view(shape)
@@ -126,13 +130,14 @@ def draft_hidden(
         context: ``[S, T, H]`` encoded rows of the recorded sequence (:func:`encode_rows`).
         anchors: ``[S, N]`` int64 position of each block's anchor; block j sees context rows before it.
         block_embeds: ``[S, N, b, H]`` embeddings of the anchor token and the masks.
-        carried: ``[S, N, R, H]`` encoded rejected rows, ``carried_positions [S, N, R]`` their rotary positions,
+        carried: ``[S, N, R, H]`` encoded rejected rows, ``carried_positions [S, N, R]`` their rotary
+        positions,
             ``carried_mask [S, N, R]`` bool, True where a row exists.
 
     Returns:
         ``[S, N, b, H]``.
     """
-    s, n, b, hidden = block_embeds.shape
+    s, n, b = block_embeds.shape[:3]
     nh, d, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
     theta = config.rope_theta
     block_positions = anchors[..., None] + torch.arange(b)
@@ -144,7 +149,9 @@ def draft_hidden(
     if carried is not None:
         assert carried_positions is not None and carried_mask is not None
         car_rope = rope_cos_sin(carried_positions, d, theta)
-        own_mask = torch.cat([carried_mask[:, :, None].expand(-1, -1, b, -1), own_mask.expand(s, n, b, b)], -1)
+        own_mask = torch.cat(
+            [carried_mask[:, :, None].expand(-1, -1, b, -1), own_mask.expand(s, n, b, b)], -1
+        )
     x = block_embeds
     for i in range(config.num_hidden_layers):
         name = f"layers.{i}."

@@ -13,8 +13,8 @@ from carryover_ext.training.target_pass import TargetPass
 
 
 def tap_rms(store: FeatureStore, sequences: int = 256, skip: int = 4) -> Tensor:
-    """RMS of every tapped dimension ``[F]`` over the first sequences; the first rows of a sequence (attention sinks
-    with enormous states) are left out."""
+    """RMS of every tapped dimension ``[F]`` over the first sequences; the first rows of a sequence
+    (attention sinks with enormous states) are left out."""
     total: Tensor | None = None
     rows = 0
     for i in range(min(sequences, len(store))):
@@ -26,8 +26,8 @@ def tap_rms(store: FeatureStore, sequences: int = 256, skip: int = 4) -> Tensor:
 
 
 def draft_vocabulary(store: FeatureStore, vocab_size: int, size: int) -> tuple[Tensor, float]:
-    """The ``size`` most frequent tokens of responses (prompts count a quarter), sorted, and the share of response
-    tokens that they cover."""
+    """The ``size`` most frequent tokens of responses (prompts count a quarter), sorted, and the share of
+    response tokens that they cover."""
     counts = torch.zeros(vocab_size)
     response = torch.zeros(vocab_size)
     for i in range(len(store)):
@@ -42,14 +42,17 @@ def draft_vocabulary(store: FeatureStore, vocab_size: int, size: int) -> tuple[T
 def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[str, Tensor]:
     """Initial weights: drafter layer i copies the target's layer L - n + i, ``fc`` passes the last tap on.
 
-    With fewer MLP channels than the target the strongest (by the norms of their three weight vectors) are kept.
-    ``fc`` works on rows divided by ``rms``; ``hidden_norm`` takes the scale back, so that the keys and values of
-    the first layer start as the target's own.
+    With fewer MLP channels than the target the strongest (by the norms of their three weight vectors) are
+    kept.
+    ``fc`` works on rows divided by ``rms``; ``hidden_norm`` takes the scale back, so that the keys and
+    values of the first layer start as the target's own.
     """
     layers: Any = target.decoder.layers
     h = config.hidden_size
     if layers[0].mlp.up_proj.weight.shape[1] != h:
-        raise ValueError(f"hidden_size={h} differs from the target's; a start from its layers needs the same size")
+        raise ValueError(
+            f"hidden_size={h} differs from the target's; a start from its layers needs the same size"
+        )
     first = len(layers) - config.num_hidden_layers
     last = rms[-h:]
     weights: dict[str, Tensor] = {}
@@ -64,10 +67,14 @@ def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{name}{norm}.weight"] = getattr(source, norm).weight.detach().float()
         for proj in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weights[f"{name}self_attn.{proj}.weight"] = getattr(source.self_attn, proj).weight.detach().float()
+            weights[f"{name}self_attn.{proj}.weight"] = (
+                getattr(source.self_attn, proj).weight.detach().float()
+            )
         for norm in ("q_norm", "k_norm"):
             weights[f"{name}self_attn.{norm}.weight"] = torch.ones(int(config.head_dim or 0))
-        gate, up, down = (getattr(source.mlp, f"{n}_proj").weight.detach().float() for n in ("gate", "up", "down"))
+        gate, up, down = (
+            getattr(source.mlp, f"{n}_proj").weight.detach().float() for n in ("gate", "up", "down")
+        )
         strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
         keep = strength.topk(config.intermediate_size).indices.sort().values
         weights[f"{name}mlp.gate_proj.weight"] = gate[keep]

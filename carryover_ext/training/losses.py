@@ -9,21 +9,24 @@ from torch import Tensor
 
 
 def slot_weights(block_size: int, gamma: float | None = None) -> Tensor:
-    """DFlash's weights ``exp(-(k-1)/gamma)`` of slots k = 1..b-1 (arXiv 2602.06036; gamma 7/5/4 for b = 16/10/8)."""
+    """DFlash's weights ``exp(-(k-1)/gamma)`` of slots k = 1..b-1 (arXiv 2602.06036; gamma 7/5/4 for b =
+    16/10/8)."""
     if gamma is None:
         gamma = {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
     return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Soft cross-entropy against a frozen head; the gradient of the hidden rows is made in the forward pass.
+    """Soft cross-entropy against a frozen head; the gradient of the hidden rows is made in the forward
+    pass.
 
-    The loss is a weighted sum, so d loss / d hidden = w (softmax - target) @ head needs nothing from later: each chunk
-    of logits lives only inside the loop. Cost: two matrix products instead of the usual three.
+    The loss is a weighted sum, so d loss / d hidden = w (softmax - target) @ head needs nothing from
+    later: each chunk of logits lives only inside the loop. Cost: two matrix products instead of the usual
+    three.
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, head: Tensor, ids: Tensor, probs: Tensor, weights: Tensor, chunk: int
     ) -> tuple[Tensor, Tensor]:
         grad = torch.empty_like(hidden)
@@ -44,7 +47,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss.float(), best
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _best: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, _best: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
         return grad * grad_loss.to(grad.dtype), None, None, None, None, None
 
@@ -57,9 +60,11 @@ def soft_cross_entropy(
     Args:
         hidden: ``[M, H]`` rows.
         head: ``[Vd, H]`` frozen head.
-        ids: ``[M, k]`` int64 indices into the head's rows; ``probs [M, k]`` float32 their target probabilities
+        ids: ``[M, k]`` int64 indices into the head's rows; ``probs [M, k]`` float32 their target
+        probabilities
             (k = 1 and probability 1 is plain cross-entropy).
-        weights: ``[M]`` float32 weight of each row; the loss is the weighted sum divided by the sum of the weights.
+        weights: ``[M]`` float32 weight of each row; the loss is the weighted sum divided by the sum of
+        the weights.
 
     Returns:
         The loss (scalar) and the argmax of every row ``[M]``.

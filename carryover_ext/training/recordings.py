@@ -2,10 +2,12 @@
 
 Layout of a folder::
 
-    manifest.json       what made it: target, temperature, max_new_tokens, seed, prompts (a hash), shard size
-    shard-00000.jsonl   one recording a line: {"category", "source", "prompt_ids", "response_ids", "finish"}
+    manifest.json       what made it: target, temperature, max_new_tokens, seed, prompts (a hash), shard
+    size shard-00000.jsonl   one recording a line: {"category", "source", "prompt_ids", "response_ids",
+    "finish"}
 
-A shard is written under a temporary name and renamed when complete, so a killed run loses at most the shard at work.
+A shard is written under a temporary name and renamed when complete, so a killed run loses at most the
+shard at work.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 @dataclass
@@ -58,12 +62,20 @@ def write_atomic(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+def save_atomic(path: Path, content: Any) -> None:
+    """``torch.save`` under a temporary name, then a rename: a kill leaves the old file or the new one."""
+    temporary = path.with_suffix(".tmp")
+    torch.save(content, temporary)
+    os.replace(temporary, path)
+
+
 def load_prompts(
     paths: Iterable[Path], tokenizer: Any, *, max_prompt_tokens: int, limit: int | None = None
 ) -> list[PromptIds]:
     """Reads ``{"category", "source", "prompt"}`` or Spec-Bench ``{"category", "turns"}`` lines.
 
-    Prompts longer than ``max_prompt_tokens`` after the chat template are left out; ``limit`` is a number per file.
+    Prompts longer than ``max_prompt_tokens`` after the chat template are left out; ``limit`` is a number
+    per file.
     Categories are interleaved, so that any leading part of a recording is a fair sample.
     """
     by_file: list[list[PromptIds]] = []
@@ -77,7 +89,9 @@ def load_prompts(
                     row = json.loads(line)
                     text = row["prompt"] if "prompt" in row else row["turns"][0]
                 except (json.JSONDecodeError, KeyError, IndexError, TypeError) as e:
-                    raise ValueError(f"{path}: line {number} is not a prompt ({e}); expected a 'prompt' or 'turns'") from e
+                    raise ValueError(
+                        f"{path}: line {number} is not a prompt ({e}); expected a 'prompt' or 'turns'"
+                    ) from e
                 if len(text) > 8 * max_prompt_tokens:
                     continue
                 ids = encode_chat(tokenizer, text)
@@ -109,7 +123,8 @@ def record(
     """Records answers to ``prompts`` into ``out``; complete shards of an earlier run are kept.
 
     Args:
-        settings: what decides the answers (target, temperature, max_new_tokens, seed); stored in the manifest.
+        settings: what decides the answers (target, temperature, max_new_tokens, seed); stored in the
+        manifest.
         progress: called with (prompts done, prompts in all, response tokens of this run).
 
     Raises:
@@ -123,7 +138,9 @@ def record(
         old = json.loads(path.read_text(encoding="utf-8"))
         changed = {k: (old.get(k), v) for k, v in manifest.items() if old.get(k) != v}
         if changed:
-            raise ValueError(f"out: {out} was recorded with other settings {changed}; use the same ones or a new folder")
+            raise ValueError(
+                f"out: {out} was recorded with other settings {changed}; use the same ones or a new folder"
+            )
     else:
         write_atomic(path, json.dumps(manifest, indent=1) + "\n")
     tokens = 0
@@ -132,7 +149,9 @@ def record(
         file = shard_path(out, start // shard_size)
         if not file.exists():
             answers = backend([p.ids for p in part])
-            rows = [Recording(p.category, p.source, p.ids, r, f) for p, (r, f) in zip(part, answers, strict=True)]
+            rows = [
+                Recording(p.category, p.source, p.ids, r, f) for p, (r, f) in zip(part, answers, strict=True)
+            ]
             tokens += sum(len(r.response_ids) for r in rows)
             write_atomic(file, "".join(json.dumps(asdict(r)) + "\n" for r in rows))
         if progress:
@@ -152,5 +171,7 @@ def shards(folder: Path) -> list[Path]:
     """
     found = sorted(folder.glob("shard-*.jsonl"))
     if not found:
-        raise FileNotFoundError(f"recordings: no shard-*.jsonl in {folder}; make some with `carryover record`")
+        raise FileNotFoundError(
+            f"recordings: no shard-*.jsonl in {folder}; make some with `carryover record`"
+        )
     return found

@@ -1,7 +1,7 @@
 """The frozen target over recorded sequences: prefixes once, then many blocks against the same prefix.
 
-Tapped rows are taken by forward hooks (tap id k = output of decoder layer k). Blocks are verified by one forward in
-which every block sees the recorded rows before its anchor and its own rows causally; see
+Tapped rows are taken by forward hooks (tap id k = output of decoder layer k). Blocks are verified by one
+forward in which every block sees the recorded rows before its anchor and its own rows causally; see
 :func:`carryover_ext.training.forward.shared_prefix_attention`.
 """
 
@@ -39,9 +39,12 @@ class _Blocks:
 def _blocks_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kw: Any
 ) -> tuple[Tensor, None]:
-    """Attention function for Transformers: ``query [S, nh, N*b, d]``, own ``key, value [S, nkv, N*b, d]``."""
+    """Attention function for Transformers: ``query [S, nh, N*b, d]``, own ``key, value [S, nkv, N*b,
+    d]``."""
     if kw.get("softcap") is not None or kw.get("sliding_window") is not None:
-        raise NotImplementedError("training for targets with soft-capped or sliding attention is not supported yet")
+        raise NotImplementedError(
+            "training for targets with soft-capped or sliding attention is not supported yet"
+        )
     blocks: _Blocks = kw["carryover_blocks"]
     s, n = blocks.anchors.shape
     b = blocks.block
@@ -49,7 +52,7 @@ def _blocks_attention(
     def split(x: Tensor) -> Tensor:
         return x.transpose(1, 2).reshape(s, n, b, x.shape[1], x.shape[3])
 
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer: Any = module.layer_idx
     causal = torch.ones(1, 1, b, b, dtype=torch.bool).tril()
     out = shared_prefix_attention(
         split(query),
@@ -83,8 +86,8 @@ class TargetPass:
         bad = [t for t in self.tap_ids if not 0 <= t < layers]
         if bad:
             raise ValueError(f"tap_ids: {bad} are outside the target's layers 0..{layers - 1}")
-        self.head: Tensor = model.get_output_embeddings().weight  # type: ignore[union-attr, assignment]
-        self.embed: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+        self.head: Tensor = model.get_output_embeddings().weight
+        self.embed: Tensor = model.get_input_embeddings().weight
 
     @contextmanager
     def _taps(self) -> Iterator[dict[int, Tensor]]:
@@ -135,7 +138,9 @@ class TargetPass:
                 self.decoder(
                     input_ids=tokens.reshape(s, n * b),
                     position_ids=positions,
-                    attention_mask=torch.zeros(1, 1, 1, 1),  # used as it is; the attention function has its own
+                    attention_mask=torch.zeros(
+                        1, 1, 1, 1
+                    ),  # used as it is; the attention function has its own
                     use_cache=False,
                     carryover_blocks=_Blocks(prefix, anchors, b),
                 )

@@ -1,19 +1,19 @@
-"""Trains a drafter on recordings: plain DFlash, the same at shifted anchors, or Carryover's draft-verify-draft.
+"""Trains a drafter on recordings: plain DFlash, the same at shifted anchors, or Carryover's
+draft-verify-draft.
 
-Work goes in cycles: a cycle loads ``cycle`` batches of sequences and anchors, makes their rejects with the weights at
-hand (``shifted`` and ``carryover``), then takes ``reuse`` optimiser steps on each. The state is saved between cycles only,
-so a killed run resumes to the same curve.
+Work goes in cycles: a cycle loads ``cycle`` batches of sequences and anchors, makes their rejects with
+the weights at hand (``shifted`` and ``carryover``), then takes ``reuse`` optimiser steps on each. The
+state is saved between cycles only, so a killed run resumes to the same curve.
 
-``fc`` is trained on features divided by their per-dimension RMS: the taps of small targets differ by a factor of a
-hundred between dimensions. The scale is folded back into ``fc.weight`` on export, so the checkpoint's format does not
-know about it.
+``fc`` is trained on features divided by their per-dimension RMS: the taps of small targets differ by a
+factor of a hundred between dimensions. The scale is folded back into ``fc.weight`` on export, so the
+checkpoint's format does not know about it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ from carryover_ext.training.draft_verify_draft import Head, Rejects, block_embed
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import draft_hidden, encode_rows
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
-from carryover_ext.training.recordings import write_atomic
+from carryover_ext.training.recordings import save_atomic, write_atomic
 from carryover_ext.training.target_pass import TargetPass
 
 OBJECTIVES = ("plain", "shifted", "carryover")
@@ -39,10 +39,12 @@ OBJECTIVES = ("plain", "shifted", "carryover")
 class TrainSettings:
     """How a run trains.
 
-    objective: ``plain`` (anchors drawn uniformly), ``shifted`` (anchors where the drafter's own round would leave off;
+    objective: ``plain`` (anchors drawn uniformly), ``shifted`` (anchors where the drafter's own round
+    would leave off;
         the control of ``carryover``), ``carryover`` (shifted anchors, the rejected rows attended to).
     steps: optimiser steps; sequences, anchors: sequences a step and anchors of each.
-    lr, warmup (share of the steps), final_lr (share of lr), clip, weight_decay: AdamW with a cosine schedule.
+    lr, warmup (share of the steps), final_lr (share of lr), clip, weight_decay: AdamW with a cosine
+    schedule.
     carry_lr: factor on the learning rate of the carryover embedding.
     distill: share of the target's top-k distribution in the labels (the rest is the recorded token).
     drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
@@ -74,7 +76,8 @@ class Trainer:
     """Holds float32 master weights by checkpoint name and takes optimiser steps.
 
     Args:
-        parameters: initial weights (see :mod:`carryover_ext.training.initial`), trained-side scaling of ``fc``.
+        parameters: initial weights (see :mod:`carryover_ext.training.initial`), trained-side scaling of
+        ``fc``.
         feature_scale: ``[F]`` factor on tapped rows.
         target: needed for ``carryover`` only.
     """
@@ -90,7 +93,9 @@ class Trainer:
         target: TargetPass | None = None,
     ) -> None:
         if settings.objective == "carryover" and (target is None or "carryover_embedding" not in parameters):
-            raise ValueError("objective 'carryover' needs the target and a checkpoint with carryover_embedding")
+            raise ValueError(
+                "objective 'carryover' needs the target and a checkpoint with carryover_embedding"
+            )
         self.config, self.head, self.store, self.settings, self.target = config, head, store, settings, target
         self.master = {k: v.float().clone().requires_grad_() for k, v in parameters.items()}
         self.feature_scale = feature_scale.to(head.embed.dtype)
@@ -105,9 +110,10 @@ class Trainer:
         self.step = 0
         self.order: list[int] = []
 
-    # -- data --------------------------------------------------------------------------------------------------------
+    # -- data ---
     def _next_sequences(self) -> list[int]:
-        """Sequences of the next batch: shuffled epochs, similar lengths together so that padding stays small."""
+        """Sequences of the next batch: shuffled epochs, similar lengths together so that padding stays
+        small."""
         if not self.order:
             group = self.settings.sequences
             shuffled = torch.randperm(len(self.store), generator=self.generator).tolist()
@@ -126,7 +132,8 @@ class Trainer:
         return {k: v.to(self.head.embed.dtype) for k, v in self.master.items()}
 
     def _labels(self, batch: Batch, anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Head rows ``[S,N,b-1,k+1]``, probabilities, weights ``[S,N,b-1]`` and labels ``[S,N,b-1]`` of all slots."""
+        """Head rows ``[S,N,b-1,k+1]``, probabilities, weights ``[S,N,b-1]`` and labels ``[S,N,b-1]`` of
+        all slots."""
         positions, inside = slot_labels(batch, anchors, self.config.block_size)
         inside = inside & valid[..., None]
         label = self.head.index[gather_rows(batch.ids, positions)]
@@ -140,9 +147,11 @@ class Trainer:
         weights = slot_weights(self.config.block_size) * inside
         return ids, probs, weights, torch.where(inside, label, -2)
 
-    # -- one step ----------------------------------------------------------------------------------------------------
+    # -- one step
+    # ----------------------------------------------------------------------------------------------------
     def loss(self, batch: Batch, rejects: Rejects | None) -> tuple[Tensor, float, Tensor]:
-        """Loss at the anchors of ``batch`` (plain) or where ``rejects`` left off; AL estimate; first-slot hits."""
+        """Loss at the anchors of ``batch`` (plain) or where ``rejects`` left off; AL estimate; first-slot
+        hits."""
         p, config = self.compute_weights(), self.config
         anchors, valid = (batch.anchors, batch.valid) if rejects is None else (rejects.anchors, rejects.valid)
         context = encode_rows(p, config, batch.features * self.feature_scale)
@@ -205,7 +214,7 @@ class Trainer:
                 self._set_lr()
                 loss, length, slot1 = self.loss(batch, rejects)
                 self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 torch.nn.utils.clip_grad_norm_(list(self.master.values()), s.clip)
                 self.optimizer.step()
                 totals += torch.tensor([float(loss.detach()), length, float(slot1)])
@@ -227,10 +236,10 @@ class Trainer:
             result["carry_norm"] = float(self.master["carryover_embedding"].detach().norm())
         return result
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- state ---
     def save_state(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        torch.save(
+        save_atomic(
+            path,
             {
                 "settings": asdict(self.settings),
                 "master": {k: v.detach() for k, v in self.master.items()},
@@ -238,11 +247,8 @@ class Trainer:
                 "generator": self.generator.get_state(),
                 "step": self.step,
                 "order": self.order,
-                "sequences_in_store": len(self.store),
             },
-            temporary,
         )
-        os.replace(temporary, path)
 
     def load_state(self, path: Path) -> None:
         """Continues from ``path``.
@@ -254,7 +260,9 @@ class Trainer:
         mine = asdict(self.settings)
         changed = {k: (state["settings"].get(k), v) for k, v in mine.items() if state["settings"].get(k) != v}
         if changed:
-            raise ValueError(f"state: {path} was written with other settings {changed}; use a new --out folder")
+            raise ValueError(
+                f"state: {path} was written with other settings {changed}; use a new --out folder"
+            )
         with torch.no_grad():
             for k, v in self.master.items():
                 v.copy_(state["master"][k])
@@ -279,7 +287,8 @@ def train(
 ) -> None:
     """Runs to the end, resuming from ``out/state.pt``; the curve goes to ``out/curve.jsonl``.
 
-    ``on_cycle`` gets the means of each cycle, ``on_save`` is called after each saved state (every ``save_every`` seconds).
+    ``on_cycle`` gets the means of each cycle, ``on_save`` is called after each saved state (every
+    ``save_every`` seconds).
     """
     out.mkdir(parents=True, exist_ok=True)
     state, curve = out / "state.pt", out / "curve.jsonl"
