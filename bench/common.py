@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,10 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of one arm, call by call."""
+    """Microseconds of one arm, call by call: on the clock, and of the processor (all threads together)."""
 
     us: tuple[float, ...]
+    cpu: tuple[float, ...]
 
     def percentile(self, p: float) -> float:
         ordered = sorted(self.us)
@@ -31,23 +33,30 @@ def interleave(arms: dict[str, Call], seconds: float, least: int = 5, most: int 
     """Calls the arms in turn, in rotating order, until `seconds` are spent: a slow moment hits them all."""
     for f in arms.values():
         f()
-    names, samples = list(arms), {name: [] for name in arms}
+    names = list(arms)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     start = time.perf_counter()
     for turn in range(most):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             arms[name]()
-            samples[name].append((time.perf_counter() - begin) * 1e6)
-        if turn + 1 >= least and time.perf_counter() - start > seconds:
+            end, cpu_end = time.perf_counter(), time.process_time()
+            samples[name].append(((end - begin) * 1e6, (cpu_end - cpu) * 1e6))
+        spent = time.perf_counter() - start
+        if spent > seconds and (turn + 1 >= least or (turn + 1 >= 3 and spent > 10 * seconds)):
             break
-    return {name: Times(tuple(s)) for name, s in samples.items()}
+    return {name: Times(*map(tuple, zip(*s, strict=True))) for name, s in samples.items()}
 
 
 def ratio(a: Times, b: Times) -> float:
     """How many times longer `a` takes than `b`: the median over turns, each of which saw the same machine."""
-    pairs = sorted(x / y for x, y in zip(a.us, b.us, strict=True))
-    return pairs[len(pairs) // 2]
+    return median(x / y for x, y in zip(a.us, b.us, strict=True))
+
+
+def cpu_ratio(a: Times, b: Times) -> float:
+    """The same of processor time: what the machine's other users cannot disturb much."""
+    return median(a.cpu) / median(b.cpu)
 
 
 @dataclass(frozen=True)
