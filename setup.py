@@ -36,6 +36,18 @@ def _cmake() -> str:
     return found
 
 
+def _build_folder(tools: list[str]) -> Path:
+    """build/cmake, kept so that a second build compiles only what changed, unless it is by other tools."""
+    folder = ROOT / "build" / "cmake"
+    record = folder / "tools.txt"
+    text = "\n".join(tools)
+    if folder.exists() and not (record.exists() and record.read_text() == text):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    record.write_text(text)
+    return folder
+
+
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         torch_spec = find_spec("torch")
@@ -44,15 +56,16 @@ class CMakeBuild(build_ext):
                 "torch was not found; install torch >= 2.11 first and build with --no-build-isolation"
             )
         out = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build = ROOT / "build" / "cmake"  # kept, so that a second build compiles only what changed
         cmake = _cmake()
         ninja = shutil.which(
             "ninja", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         )
         generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+        torch_root = torch_spec.submodule_search_locations[0]
+        build = _build_folder([cmake, *generator, torch_root])
         subprocess.run(
             [cmake, "-S", str(ROOT), "-B", str(build), *generator, "-DCMAKE_BUILD_TYPE=Release",
-             f"-DTORCH_ROOT={torch_spec.submodule_search_locations[0]}", f"-DCARRYOVER_CUDA={_cuda_wanted()}"],
+             f"-DTORCH_ROOT={torch_root}", f"-DCARRYOVER_CUDA={_cuda_wanted()}"],
             check=True,
         )  # fmt: skip
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
