@@ -284,7 +284,7 @@ def text(row: dict) -> list[str]:
         f"{row['cpu_us']:.0f}" if row["cpu_us"] >= 100 else f"{row['cpu_us']:.1f}",
         f"{row['gb_per_s']:.1f}", f"{row['gflop_per_s']:.0f}" if row["operations"] else "-",
         f"{row['share_of_ceiling']:.0%}", times(row["eager_ratio"]), times(row["compiled_ratio"]),
-        f"{times(row['peer_ratio'])} {row['peer']}, CPU {times(row['peer_cpu_ratio'])}" if row["peer"] else "-",
+        f"{times(row['peer_ratio'])}, CPU {times(row['peer_cpu_ratio'])}" if row["peer"] else "-",
     ]  # fmt: skip
 
 

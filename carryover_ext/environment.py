@@ -71,6 +71,7 @@ def environment() -> dict[str, Any]:
     }
     found["summary"] = (
         f"carryover_ext {__version__}, torch {found['torch']}, transformers {found['transformers']}, {name}, "
-        f"{found['kernels']} kernels, {found['threads']} threads, {cuda or 'no CUDA'}"
+        f"{found['kernels']} kernels, {found['threads']} thread{'s' * (found['threads'] != 1)}, "
+        f"{cuda or 'no CUDA'}"
     )
     return found

@@ -358,17 +358,13 @@ def plot(doc: dict[str, Any], path: str | Path) -> Path:
 
 
 def main(paths: Sequence[str]) -> None:
-    """``python -m carryover_ext.report demo.json``: the tables of a result as Markdown, and its plot beside it."""
+    """``python -m carryover_ext.report demo.json``: tables as Markdown, and the plot beside it."""
     for path in paths:
         doc = json.loads(Path(path).read_text(encoding="utf-8"))
         arms = doc["settings"]["arms"]
-        print(
-            markdown(task_grid(doc["rows"], arms)),
-            markdown(arm_grid(doc["rows"], arms)),
-            sep="\n\n",
-            end="\n\n",
-        )
-        print(*gain_lines(doc), *equality_lines(doc), plot(doc, Path(path).with_suffix(".png")), sep="\n\n")
+        grids = [markdown(grid(doc["rows"], arms)) for grid in (task_grid, arm_grid)]
+        print(*grids, *gain_lines(doc), *equality_lines(doc), sep="\n\n")
+        print("\nWritten:", plot(doc, Path(path).with_suffix(".png")))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training side against plain recomputation: attention, losses, block passes, draft-verify-draft, resume."""
+"""Training against plain recomputation: attention, losses, block passes, draft-verify-draft, resume."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def weights_for(config: DrafterConfig, model) -> dict[str, Tensor]:
     return w
 
 
-# -- attention and losses ------------------------------------------------------------------------------------------------
+# -- attention and losses ---
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("groups", [1, 3])
 def test_shared_prefix_attention_is_masked_attention(seed, groups):
@@ -153,7 +153,7 @@ def test_slot_weights_follow_dflash():
     assert slot_weights(8)[4] == pytest.approx(float(torch.tensor(-1.0).exp()))
 
 
-# -- the target over blocks ------------------------------------------------------------------------------------------------
+# -- the target over blocks ---
 def test_blocks_equal_one_forward_each(model):
     g = torch.Generator().manual_seed(3)
     target = TargetPass(model, TAPS)
@@ -191,11 +191,11 @@ def test_features_are_the_outputs_of_the_tapped_layers(model, recorded):
         assert torch.equal(row.top_ids[row.prompt_len - 1 :, 0].long(), top.indices[row.prompt_len - 1 :, 0])
 
 
-# -- the drafter's forward -------------------------------------------------------------------------------------------------
+# -- the drafter's forward ---
 @pytest.mark.parametrize("embed_at", ["pre_norm", "post_norm"])
 @pytest.mark.parametrize("positions", ["verify", "shifted"])
 def test_training_forward_equals_the_decoding_drafter(model, recorded, embed_at, positions):
-    """Round one and round two of decoding (with carried rows) give the hidden states that training computes."""
+    """Rounds one and two of decoding (with carried rows) give the hidden states that training computes."""
     config = drafter_config(carryover_config=CarryoverConfig(True, embed_at, positions))
     weights = weights_for(config, model)
     drafter = DFlashDrafter(config).eval()
@@ -309,7 +309,7 @@ def test_blocks_of_overlapping_anchors_never_see_each_other(model, recorded):
         torch.testing.assert_close(together[:, s], alone, atol=1e-5, rtol=1e-5)
 
 
-# -- runs ------------------------------------------------------------------------------------------------------------------
+# -- runs ---
 def make_trainer(model, recorded, objective, steps=8):
     config = drafter_config()
     weights = weights_for(config, model)
@@ -424,7 +424,7 @@ def test_replay_equals_the_engine(model, recorded):
         assert sum(tallies[name].committed.values()) == committed
 
 
-# -- recordings ------------------------------------------------------------------------------------------------------------
+# -- recordings ---
 def test_killed_record_loses_no_complete_shard(tmp_path):
     prompts = [PromptIds("c", "s", [i, i + 1]) for i in range(10)]
     calls = []

@@ -245,7 +245,7 @@ def run_train(args: argparse.Namespace) -> int:
     ceiling = cost.matrix_rate()
     checkpoint = args.out / "checkpoint"
     print(
-        f"{len(store)} recordings; a step is {operations / 1e9:.0f} GFLOP, the ceiling {ceiling / 1e9:.0f} GFLOP/s"
+        f"{len(store)} recordings; a step: {operations / 1e9:.0f} GFLOP, ceiling {ceiling / 1e9:.0f} GFLOP/s"
     )
     with _progress("training") as bar:
         task = bar.add_task("training", total=settings.steps, note="")
