@@ -364,7 +364,9 @@ def publish(doc: dict[str, Any], out: Path, console: Any, name: str) -> int:
     title = (
         f"{report.settings_text(settings)}, {count} answers of at most {settings['max_new_tokens']} tokens"
     )
-    console.print(report.rich_table(title, report.task_grid(rows, arms), average=True))
+    parts = ("all",) if console.width >= 112 else ("quality", "speed")
+    for part in parts:
+        console.print(report.rich_table(title, report.task_grid(rows, arms, part), average=True))
     console.print(report.rich_table("All tasks, by arm", report.arm_grid(rows, arms)))
     for line in [*report.gain_lines(doc), *report.equality_lines(doc)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

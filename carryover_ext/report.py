@@ -156,7 +156,7 @@ def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
 
 
 def equal_text(cells: Iterable[Cell]) -> str:
-    """``23 of 24 (1 rounding)``: equal answers, then the differences that are explained, then those that
+    """``23 of 24 (1 near tie)``: equal answers, then the differences that are explained, then those that
     are not."""
     cells = list(cells)
     compared, equal, explained, unexplained = (
@@ -164,8 +164,25 @@ def equal_text(cells: Iterable[Cell]) -> str:
     )
     if not compared:
         return "-"
-    notes = [f"{explained} rounding"] * bool(explained) + [f"{unexplained} UNEXPLAINED"] * bool(unexplained)
+    notes = [f"{explained} near tie{'s' * (explained != 1)}"] * bool(explained) + [
+        f"{unexplained} UNEXPLAINED"
+    ] * bool(unexplained)
     return f"{equal} of {compared}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def equality_columns(cells: Sequence[Sequence[Cell]]) -> list[tuple[str, list[str]]]:
+    """(heading, value a row): equal of those compared, and the kinds of difference that occur."""
+    sums = [
+        {k: sum(c[k] for c in row) for k in ("compared", "equal", "explained", "unexplained")}
+        for row in cells
+    ]
+    columns = [
+        ("equal to\nplain", [f"{s['equal']} of {s['compared']}" if s["compared"] else "-" for s in sums])
+    ]
+    for heading, key in (("near\nties", "explained"), ("NO\nREASON", "unexplained")):
+        if any(s[key] for s in sums):
+            columns.append((heading, [str(s[key]) for s in sums]))
+    return columns
 
 
 def task_columns(arms: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -173,50 +190,52 @@ def task_columns(arms: Sequence[str]) -> list[tuple[str, str, str]]:
     drafted = [arm for arm in arms if arm != "plain"]
     columns = [(f"AL\n{LABELS[arm]}", arm, "al") for arm in drafted]
     columns += [(f"tok/s\n{LABELS[arm]}", arm, "tokens_per_second") for arm in arms]
-    subject = drafted[-1] if drafted else None
-    if subject and "plain" in arms:
-        columns.append((f"{LABELS[subject]} /\nplain", subject, "to_plain"))
-    if subject not in (None, "dflash") and "dflash" in arms:
-        columns.append((f"{LABELS[str(subject)]} /\ndflash", str(subject), "to_baseline"))
+    for over, key in (("plain", "to_plain"), ("dflash", "to_baseline")):
+        if drafted and over in arms and drafted[-1] != over:
+            columns.append((f"{LABELS[drafted[-1]]} /\n{over}", drafted[-1], key))
     return columns
 
 
 FORMATS = {"al": (2, ""), "tokens_per_second": (1, ""), "to_plain": (2, "x"), "to_baseline": (2, "x")}
 
 
-def task_grid(rows: Sequence[Row], arms: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells, as text, of the table by task; the last row is the micro-average."""
-    columns = task_columns(arms)
-    compare = "plain" in arms and len(arms) > 1
-    headings = ["task", *(heading for heading, _, _ in columns), *(["equal to\nplain"] if compare else [])]
-    body = []
-    for row in rows:
-        line = [f"{row['task']} ({row['prompts']})"]
-        line += [number(row["arms"][arm][key], *FORMATS[key]) for _, arm, key in columns]
-        if compare:
-            line.append(equal_text(c for arm, c in row["arms"].items() if arm != "plain"))
-        body.append(line)
+def task_grid(
+    rows: Sequence[Row], arms: Sequence[str], part: str = "all"
+) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells, as text, of the table by task; the last row is the micro-average.
+
+    ``part`` "quality" keeps acceptance lengths and comparisons, "speed" the rest, for narrow terminals."""
+    columns = [c for c in task_columns(arms) if part == "all" or (c[2] == "al") == (part == "quality")]
+    headings = ["task", *(heading for heading, _, _ in columns)]
+    body = [
+        [f"{row['task']} ({row['prompts']})"]
+        + [number(row["arms"][arm][key], *FORMATS[key]) for _, arm, key in columns]
+        for row in rows
+    ]
+    if part != "speed" and "plain" in arms and len(arms) > 1:
+        cells = [[c for arm, c in row["arms"].items() if arm != "plain"] for row in rows]
+        for heading, values in equality_columns(cells):
+            headings.append(heading)
+            body = [[*line, value] for line, value in zip(body, values, strict=True)]
     return headings, body
 
 
 def arm_grid(rows: Sequence[Row], arms: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells, as text, of the table by arm (all tasks together)."""
-    headings = ["arm", "AL", "carried/round", "tok/s", "to plain", "to dflash", "equal to plain"]
+    cells = [rows[-1]["arms"][arm] for arm in arms]
+    equality = equality_columns([[c] for c in cells])
+    headings = ["arm", "AL", "carried\n/round", "tok/s", "to\nplain", "to\ndflash", *(h for h, _ in equality)]
     body = []
-    for arm in arms:
-        c = rows[-1]["arms"][arm]
+    for index, (arm, c) in enumerate(zip(arms, cells, strict=True)):
         drafted = arm != "plain"
-        body.append(
-            [
-                arm,
-                number(c["al"]) if drafted else "-",
-                number(c["carried_per_round"], 1) if drafted else "-",
-                number(c["tokens_per_second"], 1),
-                number(c["to_plain"], 2, "x"),
-                number(c["to_baseline"], 2, "x"),
-                equal_text([c]) if drafted else "-",
-            ]
-        )
+        numbers = [
+            number(c["al"] if drafted else None),
+            number(c["carried_per_round"] if drafted else None, 1),
+            number(c["tokens_per_second"], 1),
+            number(c["to_plain"], 2, "x"),
+            number(c["to_baseline"], 2, "x"),
+        ]
+        body.append([arm, *numbers, *(values[index] if drafted else "-" for _, values in equality)])
     return headings, body
 
 

@@ -81,7 +81,7 @@ def test_differences_are_counted_by_kind():
     c = average["carryover"]
     assert (c["equal"], c["compared"], c["explained"], c["unexplained"]) == (0, 2, 1, 1)
     assert report.unexplained(d) == 1
-    assert report.equal_text([c]) == "0 of 2 (1 rounding, 1 UNEXPLAINED)"
+    assert report.equal_text([c]) == "0 of 2 (1 near tie, 1 UNEXPLAINED)"
     assert average["plain"]["compared"] == 0 and report.equal_text([average["plain"]]) == "-"
     lines = report.equality_lines(d)
     assert "4 of 6" in lines[0]
@@ -156,19 +156,36 @@ def test_plot_is_a_png(tmp_path, arms):
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 5000
 
 
-def test_tables_fit_a_terminal_of_a_hundred_columns():
+def test_differences_have_columns_of_their_own_only_when_there_are_some():
+    rows = report.summarize(example(), ARMS)
+    headings, body = report.task_grid(rows, ARMS)
+    assert headings[-3:] == ["equal to\nplain", "near\nties", "NO\nREASON"]
+    assert body[0][-3:] == ["2 of 3", "1", "0"] and body[-1][-3:] == ["4 of 6", "1", "1"]
+    equal = [r for r in example() if r["arm"] != "carryover"]
+    assert report.task_grid(report.summarize(equal, ARMS[:3]), ARMS[:3])[0][-1] == "equal to\nplain"
+
+
+@pytest.mark.parametrize("width, parts", [(112, ["all"]), (80, ["quality", "speed"])])
+def test_tables_fit_the_terminal(width, parts):
     from rich.console import Console
 
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    rows = report.summarize(example(), ARMS)
-    console.print(report.rich_table("by task", report.task_grid(rows, ARMS), average=True))
+    long = [r | {"task": {"math": "summarization", "qa": "tool_calling"}[r["task"]]} for r in example()]
+    rows = report.summarize(long, ARMS)
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    for part in parts:
+        console.print(report.rich_table("by task", report.task_grid(rows, ARMS, part), average=True))
+    console.print(report.rich_table("by arm", report.arm_grid(rows, ARMS)))
     text = console.export_text()
-    assert "2.40x" in text and "all (2)" in text and max(map(len, text.splitlines())) <= 100
+    assert "2.40x" in text and "all (2)" in text and max(map(len, text.splitlines())) <= width
+    assert "…" not in text and "summarization (1)" in text
 
 
 def test_a_written_result_can_be_shown_again(tmp_path, capsys):
     path = report.write_json(tmp_path / "demo.json", doc())
     report.main([str(path)])
     text = capsys.readouterr().out
-    assert "| task | AL dflash | AL OFF | AL ON |" in text and "| carryover | 3.00 | 2.1 |" in text
+    assert (
+        "| task | AL dflash | AL OFF | AL ON |" in text
+        and "| carryover | 3.00 | 2.1 | 22.0 | 2.40x | 1.40x | 0 of 2 | 1 | 1 |" in text
+    )
     assert "+50.0%" in text and (tmp_path / "demo.png").exists()
