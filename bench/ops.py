@@ -374,6 +374,8 @@ def main() -> None:
             compile_it = not options.no_compile and (not options.quick or shape.batch == 4)
             for bench in rows_of(op, shape, contexts):
                 rows.append(measure(bench, ceilings, seconds, compile_it))
+                if options.out:  # row by row: a killed run keeps what it has
+                    options.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
     table = Table(*HEADINGS, title="Operators: ratios above 1 mean that the op is faster")
     for row in rows:
@@ -382,7 +384,6 @@ def main() -> None:
     if options.markdown:
         options.markdown.write_text(markdown(rows) + "\n")
     if options.out:
-        options.out.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
         print(f"JSON: {options.out}")
     figure = options.plot or (options.out.with_suffix(".png") if options.out else None)
     if figure:
