@@ -16,20 +16,24 @@ STABLE_TORCH_LIBRARY(carryover_ext, m) {
       " bool carry_pre_norm) -> (Tensor k, Tensor v)");
   m.def(
       "commit_and_carry(Tensor features, Tensor positions, Tensor row_start, Tensor num_accepted,"
-      " Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_segment, Tensor(d!) v_segment,"
-      " Tensor(e!) segment_lens, Tensor fc_weight, Tensor norm_weight, Tensor kv_weight, Tensor k_norm_weight,"
+      " Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_segment, Tensor(d!) "
+      "v_segment,"
+      " Tensor(e!) segment_lens, Tensor fc_weight, Tensor norm_weight, Tensor kv_weight, Tensor "
+      "k_norm_weight,"
       " Tensor cos_sin, Tensor? carry_embedding, *, float eps, bool carry_pre_norm, bool carry) -> ()");
   m.def(
       "segment_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor context_lens, Tensor? k_segment,"
       " Tensor? v_segment, Tensor? segment_lens, Tensor k_block, Tensor v_block, Tensor? block_table,"
-      " Tensor? sinks, Tensor? block_lens, *, float scale, bool causal, int window, float soft_cap) -> Tensor");
+      " Tensor? sinks, Tensor? block_lens, *, float scale, bool causal, int window, float soft_cap) -> "
+      "Tensor");
   m.def(  // the kernel is Python: carryover_ext/ops/segment_attention.py
       "segment_attention_backward(Tensor grad, Tensor q, Tensor k_cache, Tensor v_cache, Tensor context_lens,"
       " Tensor? k_segment, Tensor? v_segment, Tensor? segment_lens, Tensor k_block, Tensor v_block,"
       " Tensor? block_table, Tensor? sinks, Tensor? block_lens, *, float scale, bool causal, int window,"
       " float soft_cap, bool cache_grad) -> Tensor[]");
   m.def(
-      "accept(Tensor draft_tokens, Tensor target_logits, Tensor? draft_probs, Tensor? uniforms, float temperature)"
+      "accept(Tensor draft_tokens, Tensor target_logits, Tensor? draft_probs, Tensor? uniforms, float "
+      "temperature)"
       " -> (Tensor num_accepted, Tensor next_token)");
   m.def("cpu_level() -> int");
   m.def("max_cpu_level() -> int");

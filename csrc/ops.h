@@ -1,11 +1,11 @@
 // The CPU implementations that ops.cpp registers.
 #pragma once
 
+#include <torch/csrc/stable/tensor.h>
+
 #include <cstdint>
 #include <optional>
 #include <tuple>
-
-#include <torch/csrc/stable/tensor.h>
 
 namespace carryover {
 
@@ -14,8 +14,9 @@ using torch::stable::Tensor;
 std::tuple<Tensor, Tensor, Tensor> gather_rejected(const Tensor& hidden, const Tensor& row_start,
                                                    const Tensor& num_accepted, int64_t max_rejected);
 
-std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& positions, const Tensor& fc_weight,
-                                      const Tensor& norm_weight, const Tensor& kv_weight, const Tensor& k_norm_weight,
+std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& positions,
+                                      const Tensor& fc_weight, const Tensor& norm_weight,
+                                      const Tensor& kv_weight, const Tensor& k_norm_weight,
                                       const Tensor& cos_sin, std::optional<Tensor> carry_embedding,
                                       std::optional<Tensor> carried, double eps, bool carry_pre_norm);
 
@@ -26,11 +27,12 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
                       const Tensor& kv_weight, const Tensor& k_norm_weight, const Tensor& cos_sin,
                       std::optional<Tensor> carry_embedding, double eps, bool carry_pre_norm, bool carry);
 
-Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& context_lens,
-                         std::optional<Tensor> k_segment, std::optional<Tensor> v_segment,
-                         std::optional<Tensor> segment_lens, const Tensor& k_block, const Tensor& v_block,
-                         std::optional<Tensor> block_table, std::optional<Tensor> sinks,
-                         std::optional<Tensor> block_lens, double scale, bool causal, int64_t window, double soft_cap);
+Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                         const Tensor& context_lens, std::optional<Tensor> k_segment,
+                         std::optional<Tensor> v_segment, std::optional<Tensor> segment_lens,
+                         const Tensor& k_block, const Tensor& v_block, std::optional<Tensor> block_table,
+                         std::optional<Tensor> sinks, std::optional<Tensor> block_lens, double scale,
+                         bool causal, int64_t window, double soft_cap);
 
 std::tuple<Tensor, Tensor> accept(const Tensor& draft_tokens, const Tensor& target_logits,
                                   std::optional<Tensor> draft_probs, std::optional<Tensor> uniforms,
