@@ -364,9 +364,12 @@ def publish(doc: dict[str, Any], out: Path, console: Any, name: str) -> int:
     title = (
         f"{report.settings_text(settings)}, {count} answers of at most {settings['max_new_tokens']} tokens"
     )
-    parts = ("all",) if console.width >= 112 else ("quality", "speed")
-    for part in parts:
-        console.print(report.rich_table(title, report.task_grid(rows, arms, part), average=True))
+    console.print(title, highlight=False, markup=False)
+    parts = {"all": "By task"}
+    if console.width < 112:
+        parts = {"quality": "By task: tokens a verification (AL)", "speed": "By task: speed"}
+    for part, heading in parts.items():
+        console.print(report.rich_table(heading, report.task_grid(rows, arms, part), average=True))
     console.print(report.rich_table("All tasks, by arm", report.arm_grid(rows, arms)))
     for line in [*report.gain_lines(doc), *report.equality_lines(doc)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
