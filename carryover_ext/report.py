@@ -340,7 +340,7 @@ def plot(doc: dict[str, Any], path: str | Path) -> Path:
     names |= {"carryover-off": "Carryover, carried rows left out (OFF)", "carryover": "Carryover (ON)"}
     panels = [("al", "tokens a verification (AL)", drafted), ("tokens_per_second", "tokens / s", arms)]
     panels = [panel for panel in panels if panel[2]]
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(10, 3.3 * len(panels) + 0.6), squeeze=False)
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(12, 3.3 * len(panels) + 0.6), squeeze=False)
     centres = [index + (0.35 if row["task"] == ALL else 0.0) for index, row in enumerate(rows)]
     for axis, (key, label, shown) in zip(axes[:, 0], panels, strict=True):
         width = 0.8 / len(shown)
