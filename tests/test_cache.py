@@ -247,7 +247,7 @@ def test_off_is_bit_equal_to_the_baseline() -> None:
     one, two = (
         d.draft(c, torch.tensor([1, 2]), temperature=1.0).probs
         for d, c in zip((on, baseline), caches, strict=True)
-    )  # noqa: E501
+    )
     assert torch.equal(one, two)
     assert len(prompts(2)) == 1
 

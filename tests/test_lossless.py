@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tiny import FAMILIES, VOCAB, Steered, chi_square, plain, prompts, replay, tiny_drafter, tiny_target
+from tiny import FAMILIES, Steered, chi_square, plain, prompts, replay, tiny_drafter, tiny_target
 from torch import Tensor
 
 from carryover_ext.acceptance import Sampling, probabilities
@@ -129,7 +129,7 @@ def test_sampled_output_has_the_target_law(name: str, kind: str) -> None:
         prompt,
         count,
         Sampling(*(options.get(k, d) for k, d in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0)))),
-    )  # noqa: E501
+    )
     assert abs(float(law.sum()) - 1) < 1e-4
     assert counts[law == 0].sum() == 0
     assert chi_square(counts, law) > 1e-4
@@ -185,4 +185,4 @@ def test_switches_change_drafts_not_output(positions: str, at: str) -> None:
     drafter = tiny_drafter(target, carryover_config=carry)
     out = generate(target, drafter, inputs, max_new_tokens=14, stop_token_ids=[])
     assert out.tokens == [plain(target, p, 14)[0] for p in inputs]
-    assert VOCAB == target.config.vocab_size
+    assert out.num_carried > 0

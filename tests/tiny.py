@@ -144,7 +144,7 @@ def plain(target: Any, prompt: Tensor, count: int) -> tuple[list[int], float]:
 
 
 class Steered(DFlashDrafter):
-    """Records every commit and draft, then replaces the drafts so that ``plan(request, round)`` of them are right."""
+    """Records commits and drafts, then replaces the drafts so that ``plan(request, round)`` of them are right."""
 
     truth: list[list[int]]
     prompt_lens: list[int]
@@ -164,7 +164,7 @@ class Steered(DFlashDrafter):
         row_start: Tensor,
         num_accepted: Tensor,
         carry: bool = True,
-    ) -> None:  # noqa: E501
+    ) -> None:
         self.log.append(("commit", (features.clone(), row_start.clone(), num_accepted.clone(), carry)))
         super().commit(cache, features, positions, row_start, num_accepted, carry)
 
@@ -214,7 +214,7 @@ def oracle_logits(
     drafts: int,
     embed_scale: float = 1.0,
 ) -> Tensor:
-    """Draft logits ``[drafts, V or Vd]`` of one request from the recorded states, without any cache, in float64."""
+    """Draft logits ``[drafts, V or Vd]`` of one request from recorded states, without a cache, in float64."""
     c, w = drafter.config, {k: v.double() for k, v in drafter.state_dict().items() if k != "d2t"}
     eps, d, nh, nkv = c.rms_norm_eps, c.head_dim, c.num_attention_heads, c.num_key_value_heads
     n = committed.shape[0]
@@ -276,7 +276,7 @@ def replay(drafter: Steered, target: TappedTarget) -> tuple[int, int, int]:
     """Compare every recorded draft with the oracle: (tokens equal, tokens compared, rows carried)."""
     committed: list[list[Tensor]] = []
     rejected: list[Tensor] = []
-    equal = total = carried = 0
+    equal = total = carried = certain = 0
     for kind, entry in drafter.log:
         if kind == "commit":
             features, row_start, num_accepted, carry = entry
@@ -311,10 +311,11 @@ def replay(drafter: Steered, target: TappedTarget) -> tuple[int, int, int]:
             )
             best = logits.topk(2, -1)
             expected = best.indices[:, 0] if drafter.d2t is None else drafter.d2t[best.indices[:, 0]]
-            clear = (best.values[:, 0] - best.values[:, 1]) > 1e-3
+            clear = (best.values[:, 0] - best.values[:, 1]) > 1e-4
             equal += int(((drafts.tokens[i] == expected) | ~clear).sum())
             total += expected.numel()
-            assert clear.float().mean() > 0.5
+            certain += int(clear.sum())
+    assert certain > 0.9 * total
     return equal, total, carried
 
 
