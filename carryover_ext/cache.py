@@ -60,7 +60,8 @@ class DrafterCache:
                 block_table = table.to(device)
             if block_table.dtype != torch.int32 or block_table.dim() != 2 or block_table.shape[0] != batch:
                 raise ValueError(
-                    f"block_table is {tuple(block_table.shape)} {block_table.dtype}: must be [{batch}, pages] int32"
+                    f"block_table is {tuple(block_table.shape)} {block_table.dtype}: must be "
+                    f"[{batch}, pages] int32"
                 )
             pages, page = (int(block_table.max()) + 1 if block_table.numel() else 0), page_size
             capacity = block_table.shape[1] * page_size

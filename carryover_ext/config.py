@@ -214,20 +214,24 @@ class DrafterConfig:
         for tap in self.target_layer_ids:
             if not isinstance(tap, int) or isinstance(tap, bool) or not 0 <= tap < self.num_target_layers:
                 raise ValueError(
-                    f"target_layer_ids={self.target_layer_ids}: {tap!r} is not a decoder layer of the target, which has "
-                    f"{self.num_target_layers} (ids 0..{self.num_target_layers - 1}; id k is the output of layer k)"
+                    f"target_layer_ids={self.target_layer_ids}: {tap!r} is not a decoder layer of "
+                    "the target, which has "
+                    f"{self.num_target_layers} (ids 0..{self.num_target_layers - 1}; id k is the "
+                    "output of layer k)"
                 )
         if len(set(self.target_layer_ids)) != len(self.target_layer_ids):
             raise ValueError(f"target_layer_ids={self.target_layer_ids}: an id appears twice")
         if not isinstance(self.mask_token_id, int) or not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
-                f"mask_token_id={self.mask_token_id!r}: outside the target's vocabulary of {self.vocab_size}; "
+                f"mask_token_id={self.mask_token_id!r}: outside the target's vocabulary of "
+                f"{self.vocab_size}; "
                 "choose an id that has a row in the target's embedding"
             )
         assert self.layer_types is not None
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries: must have num_hidden_layers={self.num_hidden_layers}"
+                f"layer_types has {len(self.layer_types)} entries: must have "
+                f"num_hidden_layers={self.num_hidden_layers}"
             )
         for kind in self.layer_types:
             if kind not in LAYER_TYPES:
@@ -238,7 +242,8 @@ class DrafterConfig:
             )
         if self.rotary_dim < 2 or self.rotary_dim > int(self.head_dim or 0):
             raise ValueError(
-                f"partial_rotary_factor gives {self.rotary_dim} rotated dimensions of head_dim={self.head_dim}"
+                f"partial_rotary_factor gives {self.rotary_dim} rotated dimensions of "
+                f"head_dim={self.head_dim}"
             )
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
@@ -271,7 +276,8 @@ class DrafterConfig:
             if key == "sample_from_anchor":
                 if value:
                     raise ValueError(
-                        f"{source}: dflash_config.sample_from_anchor={value}: the DFlash drafter predicts slots 1..b-1"
+                        f"{source}: dflash_config.sample_from_anchor={value}: the DFlash drafter "
+                        "predicts slots 1..b-1"
                     )
             else:
                 kwargs[key] = value

@@ -108,7 +108,8 @@ def as_prompts(input_ids: Any, device: torch.device | str = "cpu") -> list[Tenso
     for i, row in enumerate(rows):
         if row.dim() != 1 or row.is_floating_point() or row.numel() == 0:
             raise ValueError(
-                f"input_ids[{i}] is {tuple(row.shape)} {row.dtype}: must be at least one token id, in one dimension"
+                f"input_ids[{i}] is {tuple(row.shape)} {row.dtype}: must be at least one token id, "
+                "in one dimension"
             )
     return [row.to(device=device, dtype=torch.int64) for row in rows]
 
@@ -155,7 +156,8 @@ def _tapped(target: Any, drafter: Any) -> tuple[TappedTarget, bool]:
     if drafter is None or target.tap_ids == taps:
         return target, False
     raise ValueError(
-        f"target is tapped at {target.tap_ids}: the drafter was trained on taps {taps}; build TappedTarget with them"
+        f"target is tapped at {target.tap_ids}: the drafter was trained on taps {taps}; build "
+        "TappedTarget with them"
     )
 
 
@@ -178,7 +180,8 @@ class _Lengths:
             room = max_length - prompt.numel()
             if room < 1:
                 raise ValueError(
-                    f"input_ids[{i}] has {prompt.numel()} tokens: the target takes {max_length}, with at least one new"
+                    f"input_ids[{i}] has {prompt.numel()} tokens: the target takes {max_length}, "
+                    "with at least one new"
                 )
             self.left.append(min(n, room))
         self.capacity = max((p.numel() + n for p, n in zip(prompts, self.left, strict=True)), default=0)
@@ -231,7 +234,8 @@ def stream(
             low, high = int(prompt.min()), int(prompt.max())
             if low < 0 or high >= tapped.vocab_size:
                 raise ValueError(
-                    f"input_ids[{i}] has token {low if low < 0 else high}: must be in 0..{tapped.vocab_size - 1}"
+                    f"input_ids[{i}] has token {low if low < 0 else high}: must be in "
+                    f"0..{tapped.vocab_size - 1}"
                 )
         lengths = _Lengths(prompts, max_new_tokens, tapped.max_length)
         yield from _decode(tapped, drafter, prompts, lengths, sampling, block, carry, stops, seed, page_size)
@@ -345,7 +349,7 @@ def _decode(
             if kept != [h[0] for h in host]:
                 num_accepted = torch.tensor(kept, dtype=torch.int32, device=device)
             cache.advance(num_accepted + 1, [m + 1 for m in kept])
-            if drafter is not None:
+            if block_features is not None and drafter is not None:
                 features, row_start = _rows(block_features, rows, width, whole)
                 drafter.commit(draft_cache, features, None, row_start, num_accepted, carry=carry)
         carried = drafter is not None and carry and drafter.config.carryover

@@ -6,10 +6,13 @@ Tensor names are those of the z-lab DFlash checkpoints (``layers.{i}.self_attn.q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import ops
 from .config import DrafterConfig
 
 
@@ -142,7 +145,7 @@ class DraftLayer(nn.Module):
         self.causal = config.layer_causal(layer)
         self.num_heads = config.num_attention_heads
         self.num_kv_heads = config.num_key_value_heads
-        self.head_dim = int(config.head_dim or 0)
+        self.eps = config.rms_norm_eps
 
     def fused(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Weights in the order in which :func:`layer_forward` takes them, ``dtype`` None: as they are.
@@ -183,3 +186,45 @@ def mlp_forward(h: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """SwiGLU with gate and up in one GEMM."""
     gate, up = F.linear(h, gate_up).chunk(2, -1)
     return F.linear(F.silu(gate) * up, down)
+
+
+def block_forward(
+    layers: Sequence[DraftLayer],
+    weights: Sequence[tuple[Tensor, ...]],
+    x: Tensor,
+    cos_sin: Tensor,
+    context: tuple[Tensor, Tensor],
+    context_lens: Tensor,
+    segment: tuple[Tensor, Tensor] | None,
+    segment_lens: Tensor | None,
+    block_table: Tensor | None,
+    block_lens: Tensor | None = None,
+) -> Tensor:
+    """All layers over the block rows ``x [B, b, H]``, before the final norm. Differentiable.
+
+    ``weights``: :meth:`DraftLayer.fused` of each layer. ``cos_sin [B, b, rot]``: table rows at the block's
+    positions. ``context`` and ``segment``: keys and values with a leading layer dimension; shapes of a layer
+    as in :func:`carryover_ext.ops.segment_attention`.
+    """
+    for i, layer in enumerate(layers):
+        norm1, qkv, qk_norm, o, norm2, gate_up, down = weights[i]
+        h = rms_norm(x, norm1, layer.eps)
+        q, k, v = attention_inputs(h, qkv, qk_norm, cos_sin, layer.num_heads, layer.num_kv_heads, layer.eps)
+        out = ops.segment_attention(
+            q,
+            context[0][i],
+            context[1][i],
+            context_lens,
+            None if segment is None else segment[0][i],
+            None if segment is None else segment[1][i],
+            None if segment is None else segment_lens,
+            k,
+            v,
+            block_table,
+            causal=layer.causal,
+            window=layer.window,
+            block_lens=block_lens,
+        )
+        x = x + F.linear(out.flatten(-2), o)
+        x = x + mlp_forward(rms_norm(x, norm2, layer.eps), gate_up, down)
+    return x

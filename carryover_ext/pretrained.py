@@ -72,23 +72,18 @@ def stop_token_ids(model: Any) -> list[int]:
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _digest(file)
-        )
-
-
-def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(1 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        return digest.hexdigest()
 
 
 def _check(path: Path, expected: str) -> None:
     got = _sha256(path)
     if got != expected:
         raise ValueError(
-            f"{path.name}: sha256 is {got}, expected {expected}; the download is damaged or is another version"
+            f"{path.name}: sha256 is {got}, expected {expected}; the download is damaged or is "
+            "another version"
         )
 
 

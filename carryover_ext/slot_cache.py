@@ -55,6 +55,7 @@ class SlotLayer(CacheLayerMixin):
             self.keys.narrow(2, step.start, step.rows).copy_(key_states)
             self.values.narrow(2, step.start, step.rows).copy_(value_states)
         else:
+            assert step.index is not None
             d = self.keys.shape[-1]
             self.keys.view(-1, d).index_copy_(0, step.index, key_states.reshape(-1, d))
             self.values.view(-1, d).index_copy_(0, step.index, value_states.reshape(-1, d))
@@ -96,7 +97,8 @@ class SlotCache(Cache):
         longest = max(self.host_lens, default=0)
         if longest + rows > self.capacity:
             raise ValueError(
-                f"rows={rows}: a request already has {longest} rows and the cache holds capacity={self.capacity}"
+                f"rows={rows}: a request already has {longest} rows and the cache holds "
+                f"capacity={self.capacity}"
             )
         step, device = self.step, self.lens.device
         step.rows, step.used = rows, longest + rows

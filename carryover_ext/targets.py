@@ -37,8 +37,8 @@ class TappedTarget:
             features.
     """
 
-    def __init__(self, model: nn.Module, tap_ids: Sequence[int] = ()) -> None:
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model  # type: ignore[operator]
+    def __init__(self, model: Any, tap_ids: Sequence[int] = ()) -> None:
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         config = decoder.config
         family = config.model_type
         if family not in ONE_MASK | MASK_BY_TYPE:
@@ -51,9 +51,10 @@ class TappedTarget:
         for tap in self.tap_ids:
             if not 0 <= tap < len(self.layers):
                 raise ValueError(
-                    f"tap_ids={self.tap_ids}: the target has decoder layers 0..{len(self.layers) - 1}, not {tap}"
+                    f"tap_ids={self.tap_ids}: the target has decoder layers "
+                    f"0..{len(self.layers) - 1}, not {tap}"
                 )
-        self.head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        self.head: nn.Linear = model.get_output_embeddings()
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
         names = inspect.signature(decoder.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -109,7 +110,7 @@ class TappedTarget:
 
     @property
     def head_weight(self) -> Tensor:
-        return self.head.weight  # type: ignore[return-value]
+        return self.head.weight
 
     @property
     def device(self) -> torch.device:

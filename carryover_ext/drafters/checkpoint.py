@@ -1,4 +1,4 @@
-"""Reading and writing the safetensors of a drafter folder, with errors that name the file."""
+"""Reading, writing and checking the tensors of a drafter, with errors that name the file and the value."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from ..config import DrafterConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,7 +28,8 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(
-                f"directory={str(folder)!r}: no {name} in it; a drafter folder holds config.json and {WEIGHTS}"
+                f"directory={str(folder)!r}: no {name} in it; a drafter folder holds config.json "
+                f"and {WEIGHTS}"
             )
         try:
             tensors.update(load_file(path))
@@ -43,3 +47,67 @@ def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
         {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata={"format": "pt"}
     )
     os.replace(temporary, folder / WEIGHTS)
+
+
+def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], directory: str | Path) -> None:
+    """ValueError unless ``tensors`` has the names and shapes that the config asks for.
+
+    Copies of the target's embedding and head, which some exports carry, are taken out of ``tensors``.
+    """
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors.pop(name, None)
+    missing, unexpected = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    if missing or unexpected:
+        raise ValueError(
+            f"directory={str(directory)!r}: the weights do not fit config.json; "
+            f"missing {missing[:8] or 'none'}, unexpected {unexpected[:8] or 'none'}"
+        )
+    for name, value in tensors.items():
+        if value.shape != expected[name].shape:
+            raise ValueError(
+                f"directory={str(directory)!r}: tensor {name} is {tuple(value.shape)}, "
+                f"config.json says {tuple(expected[name].shape)}"
+            )
+
+
+def check_draft_vocabulary(ids: Tensor | None, vocab_size: int) -> None:
+    """ValueError unless ``ids`` (None: all tokens) are int64 target ids in strictly rising order."""
+    if ids is None:
+        return
+    rising = ids.dtype == torch.int64 and not bool((ids[1:] <= ids[:-1]).any())
+    if not rising or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise ValueError(
+            f"d2t ({ids.dtype}, first {ids[:4].tolist()}, last {ids[-1:].tolist()}): must be int64 target "
+            f"token ids, strictly increasing, below vocab_size={vocab_size}"
+        )
+
+
+def check_target(
+    config: DrafterConfig,
+    embed: Tensor,
+    head: Tensor,
+    num_layers: int | None,
+    hidden_size: int | None,
+    tap_ids: list[int] | tuple[int, ...] | None,
+) -> None:
+    """ValueError when the target is not the one that the drafter was made for; None is not checked."""
+    for name, weight in (("embed_tokens_weight", embed), ("lm_head_weight", head)):
+        if weight.dim() != 2 or weight.shape[1] != config.hidden_size:
+            raise ValueError(
+                f"{name} is {tuple(weight.shape)}: the drafter has hidden_size={config.hidden_size}, "
+                "so it belongs to another target"
+            )
+        if weight.shape[0] != config.vocab_size:
+            raise ValueError(
+                f"{name} has {weight.shape[0]} rows: the drafter has vocab_size={config.vocab_size}, "
+                "another vocabulary"
+            )
+    made_for = f"num_target_layers={config.num_target_layers}"
+    if num_layers is not None and num_layers != config.num_target_layers:
+        raise ValueError(f"num_layers={num_layers}: the drafter was made for a target of {made_for}")
+    if hidden_size is not None and hidden_size != config.target_hidden_size:
+        made_for = f"target_hidden_size={config.target_hidden_size}"
+        raise ValueError(f"hidden_size={hidden_size}: the drafter was made for {made_for}")
+    if tap_ids is not None and list(tap_ids) != config.target_layer_ids:
+        trained = f"{config.target_layer_ids}, in this order"
+        raise ValueError(f"tap_ids={list(tap_ids)}: the drafter was trained on taps {trained}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ from .. import ops
 from ..acceptance import Sampling, probabilities, sample
 from ..cache import DrafterCache
 from ..config import DrafterConfig
-from ..layers import DraftLayer, RMSNorm, attention_inputs, mlp_forward, rms_norm, rotary_table
-from .checkpoint import read_tensors, write_tensors
+from ..layers import DraftLayer, RMSNorm, block_forward, rms_norm, rotary_table
+from .checkpoint import check_draft_vocabulary, check_target, check_tensors, read_tensors, write_tensors
 
 
 @dataclass
@@ -38,7 +39,7 @@ class _Packed:
     """Fused weights for decoding: see :meth:`DFlashDrafter.pack`."""
 
     key: tuple[object, ...]
-    kv: tuple[Tensor | None, ...]
+    kv: tuple[Any, ...]
     layers: list[tuple[Tensor, ...]]
 
 
@@ -84,27 +85,11 @@ class DFlashDrafter(nn.Module):
         """
         config = DrafterConfig.from_pretrained(directory)
         tensors = read_tensors(directory)
-        # Some exports carry copies of the target's own matrices, which the drafter takes from the target.
-        for name in ("embed_tokens.weight", "lm_head.weight"):
-            tensors.pop(name, None)
         model = cls(config, mask_embedding="mask_embedding" in tensors)
-        expected = model.state_dict()
-        missing = sorted(set(expected) - set(tensors))
-        unexpected = sorted(set(tensors) - set(expected))
-        if missing or unexpected:
-            raise ValueError(
-                f"directory={str(directory)!r}: the weights do not fit config.json; "
-                f"missing {missing[:8] or 'none'}, unexpected {unexpected[:8] or 'none'}"
-            )
-        for name, value in tensors.items():
-            if value.shape != expected[name].shape:
-                raise ValueError(
-                    f"directory={str(directory)!r}: tensor {name} is {tuple(value.shape)}, config.json says {tuple(expected[name].shape)}"
-                )
+        check_tensors(tensors, model.state_dict(), directory)
         model.load_state_dict(tensors)
-        model.to(dtype)
-        model._check_d2t()
-        return model.eval()
+        check_draft_vocabulary(model.d2t, config.vocab_size)
+        return model.to(dtype).eval()
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each atomically, in the dtype of the
@@ -112,21 +97,6 @@ class DFlashDrafter(nn.Module):
         """
         self.config.save_pretrained(directory)
         write_tensors(directory, self.state_dict())
-
-    def _check_d2t(self) -> None:
-        if self.d2t is None:
-            return
-        ids = self.d2t
-        if (
-            ids.dtype != torch.int64
-            or bool((ids[1:] <= ids[:-1]).any())
-            or int(ids[0]) < 0
-            or int(ids[-1]) >= self.config.vocab_size
-        ):
-            raise ValueError(
-                f"d2t ({ids.dtype}, first {ids[:4].tolist()}, last {ids[-1:].tolist()}): must be int64 target token ids, strictly "
-                f"increasing, below vocab_size={self.config.vocab_size}"
-            )
 
     # -- target ------------------------------------------------------------------------------------
     def bind(
@@ -147,31 +117,8 @@ class DFlashDrafter(nn.Module):
         made for another target.
         """
         c = self.config
-        for name, weight in (
-            ("embed_tokens_weight", embed_tokens_weight),
-            ("lm_head_weight", lm_head_weight),
-        ):
-            if weight.dim() != 2 or weight.shape[1] != c.hidden_size:
-                raise ValueError(
-                    f"{name} is {tuple(weight.shape)}: the drafter has hidden_size={c.hidden_size}, so it belongs to another target"
-                )
-            if weight.shape[0] != c.vocab_size:
-                raise ValueError(
-                    f"{name} has {weight.shape[0]} rows: the drafter has vocab_size={c.vocab_size}, another vocabulary"
-                )
-        if num_layers is not None and num_layers != c.num_target_layers:
-            raise ValueError(
-                f"num_layers={num_layers}: the drafter was made for a target of num_target_layers={c.num_target_layers}"
-            )
-        if hidden_size is not None and hidden_size != c.target_hidden_size:
-            raise ValueError(
-                f"hidden_size={hidden_size}: the drafter was made for target_hidden_size={c.target_hidden_size}"
-            )
-        if tap_ids is not None and list(tap_ids) != c.target_layer_ids:
-            raise ValueError(
-                f"tap_ids={list(tap_ids)}: the drafter was trained on taps {c.target_layer_ids}, in this order"
-            )
-        self._check_d2t()
+        check_target(c, embed_tokens_weight, lm_head_weight, num_layers, hidden_size, tap_ids)
+        check_draft_vocabulary(self.d2t, c.vocab_size)
         reference = self.fc.weight
         scale = embed_scale if c.input_embedding_scale is None else c.input_embedding_scale
         # Gemma rounds its scale to the dtype of the embedding before it multiplies.
@@ -205,6 +152,9 @@ class DFlashDrafter(nn.Module):
     def device(self) -> torch.device:
         return self.fc.weight.device
 
+    def _draft_layers(self) -> list[DraftLayer]:
+        return [layer for layer in self.layers if isinstance(layer, DraftLayer)]
+
     def rotary(self, length: int) -> Tensor:
         """Table ``[>= length, rot]`` float32 on the drafter's device; grows by doubling."""
         if self._rotary is None or self._rotary.shape[0] < length or self._rotary.device != self.device:
@@ -215,17 +165,24 @@ class DFlashDrafter(nn.Module):
                 self._rotary = rotary_table(self.config, size, self.device)
         return self._rotary
 
-    def kv_weights(self, cos_sin: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor | None, ...]:
+    def kv_weights(self, cos_sin: Tensor, dtype: torch.dtype | None = None) -> tuple[Any, ...]:
         """Weights in the order of :func:`carryover_ext.ops.project_kv`, freshly stacked: differentiable."""
-        attention = [layer.self_attn for layer in self.layers]
+        attention = [layer.self_attn for layer in self._draft_layers()]
         kv = torch.cat([w for a in attention for w in (a.k_proj.weight, a.v_proj.weight)])
         k_norm = torch.stack([a.k_norm.weight for a in attention])
-        weights = (self.fc.weight, self.hidden_norm.weight, kv, k_norm)
         embedding = self.carryover_embedding
+        weights: list[Tensor | None] = [
+            self.fc.weight,
+            self.hidden_norm.weight,
+            kv,
+            k_norm,
+            cos_sin,
+            embedding,
+        ]
         if dtype is not None:
-            weights = tuple(w.to(dtype) for w in weights)
-            embedding = None if embedding is None else embedding.to(dtype)
-        return (*weights, cos_sin, embedding)
+            # The rotary table stays in float32.
+            weights = [w if w is None or w is cos_sin else w.to(dtype) for w in weights]
+        return tuple(weights)
 
     def pack(self) -> _Packed:
         """Fused copies of the weights for decoding, kept until a parameter changes (in place, by loading, or
@@ -240,7 +197,7 @@ class DFlashDrafter(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 empty = torch.empty(0)
                 kv = tuple(None if w is None else w.detach() for w in self.kv_weights(empty))
-                layers = [tuple(w.detach() for w in layer.fused()) for layer in self.layers]
+                layers = [tuple(w.detach() for w in layer.fused()) for layer in self._draft_layers()]
             self._packed = _Packed(key, kv, layers)
         return self._packed
 
@@ -299,7 +256,8 @@ class DFlashDrafter(nn.Module):
             most = int((cache.lens + num_accepted).max()) + 1
             if most > cache.capacity:
                 raise ValueError(
-                    f"num_accepted would commit {most} rows: the cache has capacity={cache.capacity} a request"
+                    f"num_accepted would commit {most} rows: the cache has "
+                    f"capacity={cache.capacity} a request"
                 )
         if positions is None:
             positions = cache.positions(row_start, rows)
@@ -393,11 +351,9 @@ class DFlashDrafter(nn.Module):
         return tensor
 
     def block_embeddings(self, anchor: Tensor, block: int) -> Tensor:
-        """Input rows ``[B, block, H]``: the target's embedding of the anchor, then mask rows, in the
-        drafter's dtype.
-        """
+        """Input rows ``[B, block, H]``: the target's embedding of the anchor, then mask rows."""
         table = self._bound("_embed")
-        mask = self.mask_embedding
+        mask: Tensor | None = self.mask_embedding
         if mask is None:
             mask = table[self.config.mask_token_id].to(self.dtype) * self._embed_scale
         first = F.embedding(anchor, table).to(self.dtype) * self._embed_scale
@@ -406,16 +362,16 @@ class DFlashDrafter(nn.Module):
     def _block(self, cache: DrafterCache, lens: Tensor, anchor: Tensor, block: int) -> Tensor:
         x = self.block_embeddings(anchor, block)
         positions = lens.clamp_min(0)[:, None] + torch.arange(block, dtype=torch.int32, device=lens.device)
-        return self._layers(
+        return block_forward(
+            self._draft_layers(),
+            self.pack().layers,
             x,
             cache.cos_sin[positions],
-            self.pack().layers,
             (cache.k, cache.v),
             lens,
             (cache.k_segment, cache.v_segment),
             cache.segment_lens,
             cache.block_table,
-            None,
         )
 
     # -- training ----------------------------------------------------------------------------------
@@ -449,20 +405,20 @@ class DFlashDrafter(nn.Module):
             dtype: precision of weights and activations, None: that of the parameters. The caches must have
                 it.
         """
-        layers = [layer.fused(dtype) for layer in self.layers]
+        weights = [layer.fused(dtype) for layer in self._draft_layers()]
         norm = self.norm.weight if dtype is None else self.norm.weight.to(dtype)
         if dtype is not None:
             x = x.to(dtype)
         if cos_sin is None:
             cos_sin = self.rotary(int(context_lens.max()) + x.shape[1] + 1 if context_lens.numel() else 1)
-        positions = context_lens.clamp_min(0)[:, None] + torch.arange(
-            x.shape[1], dtype=torch.int32, device=x.device
-        )
+        rows = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+        positions = context_lens.clamp_min(0)[:, None] + rows
         segment = None if k_segment is None or v_segment is None else (k_segment, v_segment)
-        x = self._layers(
+        x = block_forward(
+            self._draft_layers(),
+            weights,
             x,
             cos_sin[positions],
-            layers,
             (k_cache, v_cache),
             context_lens,
             segment,
@@ -471,40 +427,3 @@ class DFlashDrafter(nn.Module):
             block_lens,
         )
         return rms_norm(x, norm, self.config.rms_norm_eps)
-
-    def _layers(
-        self,
-        x: Tensor,
-        cos_sin: Tensor,
-        weights: list[tuple[Tensor, ...]],
-        context: tuple[Tensor, Tensor],
-        lens: Tensor,
-        segment: tuple[Tensor, Tensor] | None,
-        segment_lens: Tensor | None,
-        block_table: Tensor | None,
-        block_lens: Tensor | None,
-    ) -> Tensor:
-        eps = self.config.rms_norm_eps
-        for i, layer in enumerate(self.layers):
-            norm1, qkv, qk_norm, o, norm2, gate_up, down = weights[i]
-            h = rms_norm(x, norm1, eps)
-            q, k, v = attention_inputs(h, qkv, qk_norm, cos_sin, layer.num_heads, layer.num_kv_heads, eps)
-            out = ops.segment_attention(
-                q,
-                context[0][i],
-                context[1][i],
-                lens,
-                None if segment is None else segment[0][i],
-                None if segment is None else segment[1][i],
-                None if segment is None else segment_lens,
-                k,
-                v,
-                block_table,
-                scale=None,
-                causal=layer.causal,
-                window=layer.window,
-                block_lens=block_lens,
-            )
-            x = x + F.linear(out.flatten(-2), o)
-            x = x + mlp_forward(rms_norm(x, norm2, eps), gate_up, down)
-        return x
