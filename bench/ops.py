@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import sys
@@ -344,6 +345,7 @@ def main() -> None:
     seconds = options.seconds or (0.3 if options.quick else 0.6)
     contexts = (256, 2048) if options.quick else (256, 2048, 8192)
     warnings.filterwarnings("ignore", module="torch")
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     torch.manual_seed(0)
 
     console = Console(width=None if sys.stdout.isatty() else 190)
