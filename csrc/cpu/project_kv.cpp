@@ -35,7 +35,9 @@ Tensor linear(const Tensor& x, const Tensor& weight) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(x), from(weight), from(std::optional<Tensor>())};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
+  return out.is_contiguous() ? out
+                             : torch::stable::contiguous(out);  // it always is; the epilogues rely on it
 }
 
 struct Weights {
