@@ -7,6 +7,7 @@ Tensor names are those of the z-lab DFlash checkpoints (``layers.{i}.self_attn.q
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .config import DrafterConfig
+from .packing import PackedWeight, linear
 
 
 class RMSNorm(nn.Module):
@@ -165,7 +167,7 @@ class DraftLayer(nn.Module):
 
 def attention_inputs(
     h: Tensor,
-    qkv_weight: Tensor,
+    qkv_weight: Tensor | PackedWeight,
     qk_norm: Tensor,
     cos_sin: Tensor,
     num_heads: int,
@@ -176,21 +178,21 @@ def attention_inputs(
 
     One GEMM; query and key heads are normed and rotated together; values are neither normed nor rotated.
     """
-    rows = F.linear(h, qkv_weight).unflatten(-1, (num_heads + 2 * num_kv_heads, qk_norm.shape[-1]))
+    rows = linear(h, qkv_weight).unflatten(-1, (num_heads + 2 * num_kv_heads, qk_norm.shape[-1]))
     split = num_heads + num_kv_heads
     turned = apply_rotary(rms_norm(rows[..., :split, :], qk_norm, eps), cos_sin)
     return turned[..., :num_heads, :], turned[..., num_heads:, :], rows[..., split:, :]
 
 
-def mlp_forward(h: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def mlp_forward(h: Tensor, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Tensor:
     """SwiGLU with gate and up in one GEMM."""
-    gate, up = F.linear(h, gate_up).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, down)
+    gate, up = linear(h, gate_up).chunk(2, -1)
+    return linear(F.silu(gate) * up, down)
 
 
 def block_forward(
     layers: Sequence[DraftLayer],
-    weights: Sequence[tuple[Tensor, ...]],
+    weights: Sequence[Sequence[Any]],
     x: Tensor,
     cos_sin: Tensor,
     context: tuple[Tensor, Tensor],
@@ -225,6 +227,6 @@ def block_forward(
             window=layer.window,
             block_lens=block_lens,
         )
-        x = x + F.linear(out.flatten(-2), o)
+        x = x + linear(out.flatten(-2), o)
         x = x + mlp_forward(rms_norm(x, norm2, layer.eps), gate_up, down)
     return x

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .packing import pack_linears
 from .pretrained import load_target, load_tokenizer
 from .slot_cache import ATTENTION, SlotCache, attention_mask
 
@@ -33,11 +34,13 @@ class TappedTarget:
 
     Args:
         model: a ``...ForCausalLM``, in eval mode.
+        pack_weights: give the linear layers packed weights while this object lives (None: on a CPU in
+            bfloat16); the output has the same bits. See :mod:`carryover_ext.packing`.
         tap_ids: decoder layers to tap, in the order in which their states are laid side by side. Empty: no
             features.
     """
 
-    def __init__(self, model: Any, tap_ids: Sequence[int] = ()) -> None:
+    def __init__(self, model: Any, tap_ids: Sequence[int] = (), pack_weights: bool | None = None) -> None:
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.model
         config = decoder.config
         family = config.model_type
@@ -58,6 +61,7 @@ class TappedTarget:
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
         names = inspect.signature(decoder.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._unpack = pack_linears([self.layers, self.head]) if pack_weights is not False else lambda: None
         self._taps: dict[int, Tensor] = {}
         self._hooks = [self.layers[tap].register_forward_hook(self._keep(tap)) for tap in self.tap_ids]
 
@@ -68,7 +72,8 @@ class TappedTarget:
         return hook
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the hooks and packed weights from the model."""
+        self._unpack()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

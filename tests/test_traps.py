@@ -1,4 +1,4 @@
-"""Faults that users of DFlash-family drafters have met, each with the right value from a plain computation."""
+"""Faults that users of DFlash-family drafters have met, each with the right value from plain computation."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def plain(target: Any, prompt: Tensor, count: int) -> tuple[list[int], float]:
 
 
 class Steered(DFlashDrafter):
-    """Records commits and drafts, then replaces the drafts so that ``plan(request, round)`` of them are right."""
+    """Records commits and drafts; then makes ``plan(request, round)`` of the drafts right and the rest wrong."""
 
     truth: list[list[int]]
     prompt_lens: list[int]

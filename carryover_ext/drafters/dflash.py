@@ -21,6 +21,7 @@ from ..acceptance import Sampling, probabilities, sample
 from ..cache import DrafterCache
 from ..config import DrafterConfig
 from ..layers import DraftLayer, RMSNorm, block_forward, rms_norm, rotary_table
+from ..packing import PackedWeight, linear, pack
 from .checkpoint import check_draft_vocabulary, check_target, check_tensors, read_tensors, write_tensors
 
 
@@ -41,6 +42,7 @@ class _Packed:
     key: tuple[object, ...]
     kv: tuple[Any, ...]
     layers: list[tuple[Tensor, ...]]
+    fast: list[tuple[Any, ...]]  # the same, with matrices in oneDNN's layout where that pays
 
 
 class DFlashDrafter(nn.Module):
@@ -69,6 +71,7 @@ class DFlashDrafter(nn.Module):
         # Bound target tensors and caches are plain attributes: they are not part of the checkpoint.
         self._embed: Tensor | None = None
         self._head: Tensor | None = None
+        self._fast_head: Tensor | PackedWeight | None = None
         self._head_key: tuple[object, ...] | None = None
         self._embed_scale = 1.0
         self._soft_cap: float | None = None
@@ -139,6 +142,7 @@ class DFlashDrafter(nn.Module):
                 if self.d2t is not None:
                     head = head[self.d2t.to(head.device)]
                 self._head = head.to(device=reference.device, dtype=reference.dtype).contiguous()
+                self._fast_head = pack(self._head)
         self._head_key = key
         self._embed = embed_tokens_weight.detach()
         return self
@@ -198,7 +202,8 @@ class DFlashDrafter(nn.Module):
                 empty = torch.empty(0)
                 kv = tuple(None if w is None else w.detach() for w in self.kv_weights(empty))
                 layers = [tuple(w.detach() for w in layer.fused()) for layer in self._draft_layers()]
-            self._packed = _Packed(key, kv, layers)
+            fast = [tuple(pack(w) if w.dim() == 2 and i != 2 else w for i, w in enumerate(x)) for x in layers]
+            self._packed = _Packed(key, kv, layers, fast)
         return self._packed
 
     # -- decoding ----------------------------------------------------------------------------------
@@ -312,9 +317,8 @@ class DFlashDrafter(nn.Module):
         block = self.check_block(None if num_drafts is None else num_drafts + 1)
         lens = cache.lens if active is None else torch.where(active, cache.lens, -1)
         x = self._block(cache, lens, anchor, block)
-        logits = F.linear(
-            rms_norm(x[:, 1:], self.norm.weight, self.config.rms_norm_eps), self._bound("_head")
-        )
+        head = self._bound("_head" if torch.compiler.is_compiling() else "_fast_head")
+        logits = linear(rms_norm(x[:, 1:], self.norm.weight, self.config.rms_norm_eps), head)
         sampling = Sampling(temperature) if sampling is None else sampling
         if sampling.temperature == 0:
             tokens = logits.argmax(-1)
@@ -342,7 +346,7 @@ class DFlashDrafter(nn.Module):
             )
         return trained if block is None else block
 
-    def _bound(self, name: str) -> Tensor:
+    def _bound(self, name: str) -> Any:
         tensor = getattr(self, name)
         if tensor is None:
             raise RuntimeError(
@@ -364,7 +368,7 @@ class DFlashDrafter(nn.Module):
         positions = lens.clamp_min(0)[:, None] + torch.arange(block, dtype=torch.int32, device=lens.device)
         return block_forward(
             self._draft_layers(),
-            self.pack().layers,
+            self.pack().layers if torch.compiler.is_compiling() else self.pack().fast,
             x,
             cache.cos_sin[positions],
             (cache.k, cache.v),
