@@ -18,10 +18,17 @@ def _cuda_wanted() -> int:
     value = os.environ.get("CARRYOVER_CUDA", "auto")
     if value not in ("auto", "0", "1"):
         raise SystemExit(f"CARRYOVER_CUDA={value!r} is not one of auto, 0, 1")
-    if value != "auto":
-        return int(value)
     has_sources = (ROOT / "csrc" / "cuda").is_dir()
-    return int(has_sources and shutil.which("nvcc") is not None and shutil.which("nvidia-smi") is not None)
+    if value == "1" and not has_sources:
+        raise SystemExit(
+            "CARRYOVER_CUDA=1: this version of carryover_ext has no CUDA kernels yet; "
+            "set CARRYOVER_CUDA=0 (or auto) to build the CPU kernels"
+        )
+    if value == "auto":
+        return int(
+            has_sources and shutil.which("nvcc") is not None and shutil.which("nvidia-smi") is not None
+        )
+    return int(value)
 
 
 def _cmake() -> str:
@@ -50,6 +57,7 @@ def _build_folder(tools: list[str]) -> Path:
 
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
+        cuda = _cuda_wanted()
         torch_spec = find_spec("torch")
         if torch_spec is None or not torch_spec.submodule_search_locations:
             raise SystemExit(
@@ -65,7 +73,7 @@ class CMakeBuild(build_ext):
         build = _build_folder([cmake, *generator, torch_root])
         subprocess.run(
             [cmake, "-S", str(ROOT), "-B", str(build), *generator, "-DCMAKE_BUILD_TYPE=Release",
-             f"-DTORCH_ROOT={torch_root}", f"-DCARRYOVER_CUDA={_cuda_wanted()}"],
+             f"-DTORCH_ROOT={torch_root}", f"-DCARRYOVER_CUDA={cuda}"],
             check=True,
         )  # fmt: skip
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
