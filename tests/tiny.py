@@ -144,7 +144,7 @@ def plain(target: Any, prompt: Tensor, count: int) -> tuple[list[int], float]:
 
 
 class Steered(DFlashDrafter):
-    """Records commits and drafts; then makes ``plan(request, round)`` drafts right and the next ones wrong."""
+    """Records commits and drafts; then makes ``plan(request, round)`` drafts right and others wrong."""
 
     truth: list[list[int]]
     prompt_lens: list[int]
