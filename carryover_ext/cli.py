@@ -102,6 +102,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def env_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--fetch", choices=(TARGET,), help="fetch and convert a target first")
 
 
 def set_threads(count: int | None) -> None:
@@ -186,6 +187,10 @@ def run_generate(args: argparse.Namespace) -> int:
 def run_env(args: argparse.Namespace) -> int:
     from .environment import cached_targets, carried_checkpoints, environment
 
+    if args.fetch:
+        from .pretrained import target_path
+
+        target_path(args.fetch)
     found = environment()
     found |= {"drafters in the package": carried_checkpoints(), "targets cached": cached_targets()}
     if args.json:

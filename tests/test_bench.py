@@ -1,4 +1,4 @@
-"""The decoding benchmark: prompts, arms, accounting, comparison with plain decoding; tiny model end to end."""
+"""The decoding benchmark: prompts, arms, accounting, comparison with plain decoding; end to end."""
 
 import json
 

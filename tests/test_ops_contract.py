@@ -1,4 +1,4 @@
-"""What holds for every op: schema, fake, twin, docstring, opcheck, torch.compile(fullgraph=True), torch.export."""
+"""What holds for every op: schema, fake, twin, docstring, opcheck, compile(fullgraph=True), export."""
 
 from __future__ import annotations
 
