@@ -1,4 +1,4 @@
-"""The binary: one small abi3 library, linked against libtorch_cpu and libc10 only, no paths of the builder."""
+"""The binary: one small abi3 library, linked against libtorch_cpu and libc10 only, no build paths."""
 
 from __future__ import annotations
 
