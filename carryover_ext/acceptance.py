@@ -15,6 +15,8 @@ from torch import Tensor
 
 from . import ops
 
+LEAST_TEMPERATURE = 1e-30
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -32,10 +34,12 @@ class Sampling:
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or positive")
-        if self.draft_temperature is not None and not self.draft_temperature >= 0:
-            raise ValueError(f"draft_temperature={self.draft_temperature}: must be None, 0 or positive")
+        # Below the least one, logits / T overflows float32; at infinity, masked logits become NaN.
+        for name, value in (("temperature", self.temperature), ("draft_temperature", self.draft_temperature)):
+            if value is not None and value != 0 and not LEAST_TEMPERATURE <= value < float("inf"):
+                raise ValueError(
+                    f"{name}={value}: must be 0 (greedy), or finite and at least {LEAST_TEMPERATURE}"
+                )
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k}: must be 0 (off) or positive")
         if not 0 < self.top_p <= 1:

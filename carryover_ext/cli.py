@@ -32,8 +32,8 @@ def positive(text: str) -> int:
 
 def temperature(text: str) -> float:
     value = float(text)
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is neither 0 (greedy) nor positive")
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 (greedy) nor positive and finite")
     return value
 
 

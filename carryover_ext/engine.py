@@ -9,7 +9,7 @@ and one row a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,10 +99,14 @@ class GenerateOutput:
 
 def as_prompts(input_ids: Any, device: torch.device | str = "cpu") -> list[Tensor]:
     """One int64 tensor a request from ``[n]``, ``[B, n]``, a list of ids, or a list of either."""
+    if isinstance(input_ids, Mapping):
+        raise ValueError(
+            f"input_ids is a mapping with {sorted(map(str, input_ids))}: pass its 'input_ids', unpadded"
+        )
     if isinstance(input_ids, Tensor):
         rows = [input_ids] if input_ids.dim() == 1 else list(input_ids)
-    elif len(input_ids) and isinstance(input_ids[0], int):
-        rows = [torch.tensor(list(input_ids))]
+    elif len(input_ids) and not hasattr(input_ids[0], "__len__"):  # Python or NumPy numbers
+        rows = [torch.as_tensor(input_ids)]
     else:
         rows = [torch.as_tensor(row) for row in input_ids]
     for i, row in enumerate(rows):
@@ -153,6 +157,8 @@ def _tapped(target: Any, drafter: Any) -> tuple[TappedTarget, bool]:
     taps = [] if drafter is None else drafter.config.target_layer_ids
     if not isinstance(target, TappedTarget):
         return TappedTarget(target, taps), True
+    if target.closed and drafter is not None:
+        raise ValueError("target is a closed TappedTarget: make a new one, or pass the model itself")
     if drafter is None or target.tap_ids == taps:
         return target, False
     raise ValueError(
@@ -227,6 +233,12 @@ def stream(
     stops = _stops(target, stop_token_ids)
     tapped, made_here = _tapped(target, drafter)
     try:
+        for name, dtype in (("target", tapped.dtype), ("drafter", drafter and drafter.dtype)):
+            if drafter is not None and dtype == torch.float16:
+                raise ValueError(
+                    f"{name} is float16, for which there are no drafting kernels: load it with "
+                    "dtype=torch.bfloat16 or torch.float32"
+                )
         prompts = as_prompts(input_ids, tapped.device)
         if not prompts:
             return

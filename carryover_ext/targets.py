@@ -63,6 +63,7 @@ class TappedTarget:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._unpack = pack_linears([self.layers, self.head]) if pack_weights is not False else lambda: None
         self._taps: dict[int, Tensor] = {}
+        self.closed = False
         self._hooks = [self.layers[tap].register_forward_hook(self._keep(tap)) for tap in self.tap_ids]
 
     def _keep(self, tap: int) -> Any:
@@ -73,6 +74,7 @@ class TappedTarget:
 
     def close(self) -> None:
         """Remove the hooks and packed weights from the model."""
+        self.closed = True
         self._unpack()
         for hook in self._hooks:
             hook.remove()

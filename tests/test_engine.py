@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -286,3 +287,44 @@ def test_sample_never_takes_an_impossible_token() -> None:
 )
 def test_sampling_of_the_drafts(sampling: Sampling, drafts: Sampling) -> None:
     assert sampling.drafts == drafts
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-31, float("inf"), float("nan"), -1.0])
+@pytest.mark.parametrize("name", ["temperature", "draft_temperature"])
+def test_temperatures_that_would_overflow_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={value}: must be"):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+def test_smallest_temperature_is_greedy(drafting: bool) -> None:
+    target, inputs = tiny_target(), prompts(*LENGTHS)
+    drafter = tiny_drafter(target) if drafting else None
+    greedy = generate(target, drafter, inputs, max_new_tokens=12)
+    assert generate(target, drafter, inputs, max_new_tokens=12, temperature=1e-30).tokens == greedy.tokens
+
+
+def test_prompts_of_numpy_numbers_and_a_tokenizers_mapping() -> None:
+    ids = torch.tensor([3, 4]).numpy()
+    for given in (ids, list(ids)):
+        assert [p.tolist() for p in as_prompts(given)] == [[3, 4]]
+    with pytest.raises(ValueError, match="pass its 'input_ids'"):
+        as_prompts({"input_ids": [3, 4], "attention_mask": [1, 1]})
+
+
+def test_float16_is_refused_with_what_to_do_before_anything_runs() -> None:
+    target = tiny_target()
+    half = copy.deepcopy(target).to(torch.float16)
+    with pytest.raises(ValueError, match=r"target is float16.*torch.bfloat16"):
+        generate(half, tiny_drafter(target), [3, 4], max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"drafter is float16.*torch.bfloat16"):
+        generate(target, tiny_drafter(target).to(torch.float16), [3, 4], max_new_tokens=4)
+
+
+def test_a_closed_tapped_target_is_refused() -> None:
+    model = tiny_target()
+    drafter = tiny_drafter(model)
+    with TappedTarget(model, drafter.config.target_layer_ids) as target:
+        generate(target, drafter, [3, 4], max_new_tokens=4)
+    with pytest.raises(ValueError, match="closed TappedTarget"):
+        generate(target, drafter, [3, 4], max_new_tokens=4)
