@@ -157,6 +157,8 @@ Z_LAB_NAMES = {
 def test_save_and_load(tmp_path: Path, variant: str, dtype: torch.dtype) -> None:
     one = tiny_drafter(tiny_target(), **VARIANTS[variant]).to(dtype)
     one.save_pretrained(tmp_path)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
     two = DFlashDrafter.from_pretrained(tmp_path, dtype)
     extra = {"base": {"carryover_embedding"}, "no-carryover": set()}
     extra["reduced-head"] = {"carryover_embedding", "d2t"}

@@ -46,6 +46,9 @@ def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
     save_file(
         {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata={"format": "pt"}
     )
+    umask = os.umask(0)
+    os.umask(umask)
+    temporary.chmod(0o666 & ~umask)  # safetensors lets nobody but the owner read what it writes
     os.replace(temporary, folder / WEIGHTS)
 
 
