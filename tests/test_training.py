@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from carryover_ext.cli import main
 from carryover_ext.config import CarryoverConfig, DrafterConfig
 from carryover_ext.drafters.dflash import DFlashDrafter
 from carryover_ext.training import initial
@@ -501,3 +504,74 @@ def test_missing_recordings_are_named(tmp_path):
 def test_features_of_other_taps_are_refused(model, recorded):
     with pytest.raises(ValueError, match="use a new folder"):
         build_features(recorded[0], recorded[1], TargetPass(model, [1]), top_k=4)
+
+
+@pytest.mark.parametrize("name", ["steps", "sequences", "anchors", "cycle", "reuse", "lr"])
+def test_settings_that_never_end_are_refused(name):
+    with pytest.raises(ValueError, match=f"^{name}=0: must be"):
+        TrainSettings(**{name: 0})
+
+
+def test_too_few_recordings_for_a_step_are_refused(model, recorded):
+    trainer = make_trainer(model, recorded, "plain")
+    settings = TrainSettings(sequences=21)
+    with pytest.raises(ValueError, match="sequences=21: there are only 20 recordings"):
+        Trainer(trainer.config, trainer.master, trainer.feature_scale, trainer.head, trainer.store, settings)
+
+
+def test_half_a_line_of_the_curve_and_a_lost_checkpoint_survive_a_kill(model, recorded, tmp_path):
+    train(make_trainer(model, recorded, "plain", 4), tmp_path, lambda r: None, lambda: None, 0)
+    with open(tmp_path / "curve.jsonl", "a") as f:
+        f.write('{"step": 6.0, "lo')
+    saved = []
+    train(make_trainer(model, recorded, "plain", 4), tmp_path, lambda r: None, lambda: saved.append(1), 0)
+    assert saved == [1]
+    rows = [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [2, 4]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04half"])
+def test_a_damaged_state_is_named(model, recorded, tmp_path, content):
+    (tmp_path / "state.pt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"state\.pt: corrupt or incomplete"):
+        train(make_trainer(model, recorded, "plain"), tmp_path, lambda r: None, lambda: None, 0)
+
+
+@pytest.mark.parametrize("same_length", [True, False])
+def test_features_of_other_recordings_are_refused(model, recorded, tmp_path, same_length):
+    folder = tmp_path / "rec"
+    shutil.copytree(recorded[0], folder)
+    shard = shards(folder)[1]
+    rows = [json.loads(line) for line in shard.read_text().splitlines()]
+    answer = rows[2]["response_ids"]
+    rows[2]["response_ids"] = [answer[0] ^ 1, *answer[1:]] if same_length else answer[:-1]
+    shard.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    with pytest.raises(ValueError, match=r"shard-00001\.pt was made from other recordings"):
+        FeatureStore(folder, recorded[1])
+
+
+@pytest.mark.parametrize("row", ['{"prompt": 5}', '{"prompt": null}', '{"turns": "hello"}', "[]", "5"])
+def test_a_prompt_that_is_no_text_is_named(tmp_path, row):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a b"}\n\n' + row + "\n")
+    with pytest.raises(ValueError, match=r"p\.jsonl: line 3 is not a prompt"):
+        load_prompts([path], Words(), max_prompt_tokens=9)
+
+
+def test_train_command_refuses_another_target_and_a_changed_drafter(tmp_path, capsys):
+    target = tiny_models.save_target(tmp_path / "target")
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(12))
+    )
+    common = [f"--target={target}"]
+    assert not main(
+        ["record", *common, f"--prompts={tmp_path}/p.jsonl", f"--out={tmp_path}/rec", "--max-new-tokens=12"]
+    )
+    command = ["train", *common, f"--recordings={tmp_path}/rec", "--taps=1", "--mask-token=271"]
+    command += ["--draft-vocab=0", "--steps=2", "--anchors=4", "--cycle=1", "--layers=1"]
+    other = tiny_models.save_drafter(tmp_path / "other", False, hidden_size=32)
+    assert main([*command, f"--out={tmp_path}/a", f"--init={other}"]) == 2
+    assert "belongs to another target" in capsys.readouterr().err
+    assert not main([*command, f"--out={tmp_path}/b", "--block=4"])
+    assert main([*command, f"--out={tmp_path}/b", "--block=6"]) == 2
+    assert "'block_size': (4, 6)" in capsys.readouterr().err

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from carryover_ext.cli import positive, temperature
 from carryover_ext.config import CarryoverConfig, DrafterConfig, default_target_layer_ids
-from carryover_ext.training.recordings import save_atomic
+from carryover_ext.training.recordings import load_saved, save_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
 # every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
@@ -28,14 +29,14 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the recording (resumed when it exists)"
     )
-    parser.add_argument("--limit", type=int, help="prompts of each file")
-    parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--max-prompt-tokens", type=int, default=288)
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--limit", type=positive, help="prompts of each file")
+    parser.add_argument("--max-new-tokens", type=positive, default=160)
+    parser.add_argument("--max-prompt-tokens", type=positive, default=288)
+    parser.add_argument("--temperature", type=temperature, default=0.0)
     parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument(
-        "--shard-size", type=int, default=256, help="prompts a shard: what a killed run can lose"
+        "--shard-size", type=positive, default=256, help="prompts a shard: what a killed run can lose"
     )
     parser.add_argument("--seed", type=int, default=0)
 
@@ -97,7 +98,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft-vocab", type=int, default=8192, help="0 = the target's whole vocabulary")
     parser.add_argument("--carry-embed-at", choices=("pre_norm", "post_norm"), default="pre_norm")
     parser.add_argument("--carry-positions", choices=("verify", "shifted"), default="verify")
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=positive)
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between saved states")
     for f in fields(TrainSettings):
         name = "--" + f.name.replace("_", "-")
@@ -175,6 +176,11 @@ def _start(args: argparse.Namespace, model: Any) -> tuple[DrafterConfig, dict[st
     return config, weights, vocab
 
 
+def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What differs, as ``{key: (old, new)}``; keys that ``old`` does not have are not compared."""
+    return {k: (v, new.get(k)) for k, v in old.items() if new.get(k) != v}
+
+
 def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     """Checkpoint weights in float32 and the draft vocabulary (None = all tokens)."""
     from carryover_ext.drafters.checkpoint import read_tensors
@@ -198,6 +204,7 @@ def save_checkpoint(
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from carryover_ext.drafters.checkpoint import check_target
     from carryover_ext.pretrained import load_target
     from carryover_ext.training import cost, initial
     from carryover_ext.training.draft_verify_draft import Head
@@ -210,11 +217,16 @@ def run_train(args: argparse.Namespace) -> int:
     model, _ = load_target(args.target)
     config, weights, vocab = _start(args, model)
     target = TargetPass(model, config.target_layer_ids)
+    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
+    check_target(config, target.embed, target.head, layers, hidden, None)
     folder = _features(args, target)
     store = _store(args.recordings, folder, holdout=False)
     start = args.out / "start.pt"
     if start.exists():  # a resumed run keeps what it began with, also when recordings were added since
-        begun = torch.load(start, weights_only=True)
+        begun = load_saved(start)
+        changed = _changes(begun.get("config", {}), config.to_dict())
+        if changed:
+            raise ValueError(f"--out {args.out}: was begun with another drafter {changed}; use a new folder")
         weights, vocab, rms = begun["weights"], begun["vocab"], begun["rms"]
     else:
         rms = initial.tap_rms(store)
@@ -230,7 +242,7 @@ def run_train(args: argparse.Namespace) -> int:
         if config.carryover:
             weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
         args.out.mkdir(parents=True, exist_ok=True)
-        save_atomic(start, {"weights": weights, "vocab": vocab, "rms": rms})
+        save_atomic(start, {"weights": weights, "vocab": vocab, "rms": rms, "config": config.to_dict()})
     head = Head.make(target, vocab)
     trainer = Trainer(config, weights, 1 / rms, head, store, settings, target)
     length = sum(len(store.recording(i).ids) for i in range(len(store))) // len(store)
@@ -277,9 +289,9 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--features", type=Path)
     parser.add_argument("--drafter", type=Path, help="Carryover checkpoint (arms OFF and ON)")
     parser.add_argument("--baseline", type=Path, help="baseline checkpoint")
-    parser.add_argument("--limit", type=int, default=96, help="held-out recordings")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--limit", type=positive, default=96, help="held-out recordings")
+    parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument("--threads", type=positive)
     parser.add_argument("--out", type=Path, help="JSON file")
 
 
@@ -309,6 +321,11 @@ def run_evaluate(args: argparse.Namespace) -> int:
         ):
             raise ValueError(
                 f"--drafter {folder} and --baseline {args.baseline} have different draft vocabularies"
+            )
+        if arms and config.target_layer_ids != arms[0].config.target_layer_ids:
+            raise ValueError(
+                f"--drafter {folder} taps layers {config.target_layer_ids} and --baseline {args.baseline} "
+                f"{arms[0].config.target_layer_ids}; evaluate them one by one, each with its own --features"
             )
         vocab = own
         for name in names if config.carryover else ("dflash",):

@@ -16,7 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from carryover_ext.training.recordings import Recording, load_shard, save_atomic, shards, write_atomic
+from carryover_ext.training.recordings import (
+    Recording,
+    load_saved,
+    load_shard,
+    save_atomic,
+    shards,
+    write_atomic,
+)
 from carryover_ext.training.target_pass import TargetPass
 
 
@@ -62,7 +69,24 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
             best, best_ids = logits.topk(top_k, -1)
             top_probs[start + first : start + length] = (best - logits.logsumexp(-1, keepdim=True)).exp()
             top_ids[start + first : start + length] = best_ids.int()
-    return {"offsets": offsets, "taps": taps, "top_ids": top_ids, "top_probs": top_probs}
+    found = {"offsets": offsets, "taps": taps, "top_ids": top_ids, "top_probs": top_probs}
+    return found | {"ids": _all_ids(rows)}
+
+
+def _all_ids(rows: list[Recording]) -> Tensor:
+    return torch.tensor([i for r in rows for i in r.ids], dtype=torch.int32)
+
+
+def _check_recordings(data: dict[str, Tensor], rows: list[Recording], file: Path, shard: Path) -> None:
+    """ValueError when ``data`` was made from other recordings: its rows would be those of other tokens."""
+    same = data["offsets"].diff().tolist() == [len(r.ids) for r in rows]
+    if same and "ids" in data:  # files of the first versions hold the lengths alone
+        same = torch.equal(data["ids"], _all_ids(rows))
+    if not same:
+        raise ValueError(
+            f"features: {file} was made from other recordings than {shard}; "
+            f"delete the folder {file.parent} to have it made again, or name another with --features"
+        )
 
 
 def build_features(
@@ -79,6 +103,7 @@ def build_features(
     Raises:
         ValueError: ``out`` was made with other taps or another k.
     """
+    files = shards(recordings)
     out.mkdir(parents=True, exist_ok=True)
     meta = {"tap_ids": target.tap_ids, "top_k": top_k}
     path = out / "features.json"
@@ -87,7 +112,6 @@ def build_features(
             f"out: {out} holds features made with {path.read_text().strip()}, not {meta}; use a new folder"
         )
     write_atomic(path, json.dumps(meta) + "\n")
-    files = shards(recordings)
     for done, shard in enumerate(files, 1):
         file = out / (shard.stem + ".pt")
         if not file.exists():
@@ -112,14 +136,17 @@ class FeatureStore:
             file = features / (shard.stem + ".pt")
             if not file.exists():
                 break  # features are made in the order of the shards
-            self._maps.append(torch.load(file, mmap=True, weights_only=True))
-            for i, row in enumerate(load_shard(shard)):
+            self._maps.append(load_saved(file, mmap=True))
+            rows = load_shard(shard)
+            _check_recordings(self._maps[-1], rows, file, shard)
+            for i, row in enumerate(rows):
                 if len(row.response_ids) >= 4 and (keep is None or keep(seen + i)):
                     self._rows.append((len(self._maps) - 1, i, row))
             seen += i + 1
         if not self._rows:
             raise FileNotFoundError(
-                f"features: nothing usable in {features}; make it with `carryover train --prepare`"
+                f"features: no recording in {recordings} to use here (an answer of 4 tokens or more; every "
+                "32nd is held out for `carryover evaluate`); record more prompts"
             )
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,6 +70,15 @@ def save_atomic(path: Path, content: Any) -> None:
     os.replace(temporary, path)
 
 
+def load_saved(path: Path, **options: Any) -> Any:
+    """``torch.load`` of what :func:`save_atomic` wrote; ValueError when the file is damaged."""
+    try:
+        return torch.load(path, weights_only=True, **options)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as e:
+        reason = str(e).split("\n")[0]
+        raise ValueError(f"{path}: corrupt or incomplete ({reason}); delete it to begin it anew") from e
+
+
 def load_prompts(
     paths: Iterable[Path], tokenizer: Any, *, max_prompt_tokens: int, limit: int | None = None
 ) -> list[PromptIds]:
@@ -85,10 +95,14 @@ def load_prompts(
             for number, line in enumerate(f, 1):
                 if limit is not None and len(found) >= limit:
                     break
+                if not line.strip():
+                    continue
                 try:
                     row = json.loads(line)
                     text = row["prompt"] if "prompt" in row else row["turns"][0]
-                except (json.JSONDecodeError, KeyError, IndexError, TypeError) as e:
+                    if not isinstance(text, str) or isinstance(row.get("turns"), str):
+                        raise TypeError("'prompt' must be a text, 'turns' a list of texts")
+                except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
                     raise ValueError(
                         f"{path}: line {number} is not a prompt ({e}); expected a 'prompt' or 'turns'"
                     ) from e
@@ -130,6 +144,8 @@ def record(
     Raises:
         ValueError: ``out`` holds recordings made with other settings or other prompts.
     """
+    if shard_size < 1:
+        raise ValueError(f"shard_size={shard_size}: must be at least 1")
     digest = hashlib.sha256(json.dumps([p.ids for p in prompts]).encode()).hexdigest()
     manifest = {**settings, "prompts": len(prompts), "prompts_sha256": digest, "shard_size": shard_size}
     out.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ from carryover_ext.training.draft_verify_draft import Head, Rejects, block_embed
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import draft_hidden, encode_rows
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
-from carryover_ext.training.recordings import save_atomic, write_atomic
+from carryover_ext.training.recordings import load_saved, save_atomic, write_atomic
 from carryover_ext.training.target_pass import TargetPass
 
 OBJECTIVES = ("plain", "shifted", "carryover")
@@ -70,6 +70,11 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise ValueError(f"objective={self.objective!r} must be one of {', '.join(OBJECTIVES)}")
+        for name in ("steps", "sequences", "anchors", "cycle", "reuse"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr={self.lr}: must be positive and finite")
 
 
 class Trainer:
@@ -95,6 +100,11 @@ class Trainer:
         if settings.objective == "carryover" and (target is None or "carryover_embedding" not in parameters):
             raise ValueError(
                 "objective 'carryover' needs the target and a checkpoint with carryover_embedding"
+            )
+        if len(store) < settings.sequences:
+            raise ValueError(
+                f"sequences={settings.sequences}: there are only {len(store)} recordings to train on; "
+                "take fewer sequences a step, or record more prompts"
             )
         self.config, self.head, self.store, self.settings, self.target = config, head, store, settings, target
         self.master = {k: v.float().clone().requires_grad_() for k, v in parameters.items()}
@@ -256,7 +266,7 @@ class Trainer:
         Raises:
             ValueError: the state was written by a run with other settings.
         """
-        state = torch.load(path, weights_only=True)
+        state = load_saved(path)
         mine = asdict(self.settings)
         changed = {k: (state["settings"].get(k), v) for k, v in mine.items() if state["settings"].get(k) != v}
         if changed:
@@ -294,8 +304,11 @@ def train(
     state, curve = out / "state.pt", out / "curve.jsonl"
     if state.exists():
         trainer.load_state(state)
-        kept = [json.loads(line) for line in curve.read_text().splitlines()] if curve.exists() else []
+        lines = curve.read_text(encoding="utf-8").splitlines() if curve.exists() else []
+        kept = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may leave half a line
         write_atomic(curve, "".join(json.dumps(r) + "\n" for r in kept if r["step"] <= trainer.step))
+        if trainer.step >= trainer.settings.steps:
+            on_save()  # the kill may have come between the last state and its checkpoint
     saved = time.monotonic()
     while trainer.step < trainer.settings.steps:
         row = trainer.run_cycle()
