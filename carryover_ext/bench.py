@@ -9,6 +9,7 @@ and plots.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -94,13 +95,14 @@ def read_prompts(
     task.
 
     ``path`` "demo" is the file that the package carries. Raises UserError for a missing file, for a line
-    that is not of that form (with its number), and for a task that the file does not have."""
+    that is not of that form or repeats an id (with its number), and for a task that it lacks."""
     path = DEMO_PROMPTS if str(path) == "demo" else Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--prompts {path}: cannot be read ({getattr(e, 'strerror', None) or e})") from e
     found: dict[str, list[Prompt]] = {}
+    seen: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -118,6 +120,12 @@ def read_prompts(
                 f"--prompts {path}: line {number}: {what}; "
                 'expected {"id": ..., "category": "...", "turns": ["..."]}'
             ) from e
+        if prompt.id in seen:
+            raise UserError(
+                f"--prompts {path}: line {number} has the id {prompt.id!r} of line {seen[prompt.id]}; "
+                "answers are compared by id, so give each prompt its own"
+            )
+        seen[prompt.id] = number
         found.setdefault(prompt.task, []).append(prompt)
     missing = [task for task in tasks or [] if task not in found]
     if missing:
@@ -230,6 +238,28 @@ class Session:
             )
 
 
+def check_out(folder: Path) -> None:
+    """Makes the folder of the results. UserError when it cannot be written: better now than after an hour."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise UserError(f"--out {folder}: cannot be written ({e.strerror}); name another folder") from e
+
+
+def check_lengths(session: Session, prompts: Sequence[Prompt]) -> None:
+    """UserError for a first turn that leaves the target no position for an answer."""
+    limit = session.model.config.get_text_config().max_position_embeddings
+    for prompt in prompts:
+        count = len(session.encode([{"role": "user", "content": prompt.turns[0]}]))
+        if not 0 < count < limit:
+            raise UserError(
+                f"--prompts: prompt {prompt.id!r} of task {prompt.task} has {count} tokens under the chat "
+                f"template; it must have 1..{limit - 1} for this target, so shorten it or leave it out"
+            )
+
+
 def answers_of(ids: Sequence[str], output: Any) -> list[dict[str, Any]]:
     """One dictionary an answer (see :mod:`carryover_ext.report`) from an engine's output."""
     found = []
@@ -339,6 +369,7 @@ def measure(session: Session, prompts: Sequence[Prompt], console: Any) -> dict[s
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
     )
+    check_lengths(session, prompts)
     # Drawn between the timed decodes only: a bar that refreshes by itself would take time from them.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
         bar = progress.add_task("warming up", total=steps(prompts, session.settings))

@@ -150,6 +150,7 @@ def run_bench(args: argparse.Namespace) -> int:
     settings = settings_of(args, args.prompts, args.limit, args.turns)
     # Before anything is loaded: a mistyped path should not cost a minute.
     prompts = bench.read_prompts(settings.prompts, settings.tasks, settings.limit)
+    bench.check_out(args.out)
     set_threads(args.threads)
     console = Console()
     with console.status("starting") as status:

@@ -94,6 +94,7 @@ def run_demo(settings: bench.Settings, out: Path, console: Any) -> int:
 
     console.print(environment()["summary"], style="dim", highlight=False, markup=False)
     prompts = bench.read_prompts(settings.prompts, settings.tasks, settings.limit)
+    bench.check_out(out)
     with console.status("starting") as status:
         session = bench.Session(settings, lambda text: status.update(text))
     if "carryover" in settings.arms:

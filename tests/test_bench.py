@@ -269,3 +269,27 @@ def test_threads_are_set(folders, prompts, tmp_path):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_repeated_id_is_refused(tmp_path):
+    path = write(tmp_path / "p.jsonl", row(1, "qa", "a"), row(2, "qa", "b"), row("1", "math", "c"))
+    with pytest.raises(UserError, match="line 3 has the id '1' of line 1"):
+        bench.read_prompts(path)
+
+
+def test_a_prompt_too_long_for_the_target_is_named_before_anything_is_decoded(
+    folders, tmp_path, capsys, monkeypatch
+):
+    path = write(tmp_path / "p.jsonl", row("short", "qa", "a"), row("long", "qa", "x" * 1100))
+    monkeypatch.setattr(bench.Session, "generate", lambda *a, **k: pytest.fail("decoded"))
+    assert main(command(folders, tmp_path, f"--prompts={path}")) == 2
+    assert "prompt 'long' of task qa has" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(
+    folders, prompts, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(bench, "Session", lambda *a, **k: pytest.fail("loaded"))
+    assert main(command(folders, tmp_path / "file" / "out", f"--prompts={prompts}")) == 2
+    assert "cannot be written" in capsys.readouterr().err
