@@ -276,6 +276,8 @@ def run_train(args: argparse.Namespace) -> int:
                 bar.console.print(f"{int(row['step'])} {note}", soft_wrap=True)
 
         def save() -> None:
+            nonlocal ceiling  # on a shared machine the first measurement can fall into a bad moment
+            ceiling = max(ceiling, cost.matrix_rate())
             save_checkpoint(checkpoint, config, trainer.export_weights(), vocab)
 
         train(trainer, args.out, show, save, args.save_every)
