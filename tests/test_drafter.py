@@ -23,6 +23,7 @@ from torch import Tensor
 from carryover_ext import ops
 from carryover_ext.config import CarryoverConfig
 from carryover_ext.drafters import DFlashDrafter
+from carryover_ext.drafters.checkpoint import read_tensors
 from carryover_ext.engine import generate
 from carryover_ext.targets import TappedTarget
 
@@ -478,3 +479,10 @@ def test_export(variant: str) -> None:
 
 def test_config_helper_is_complete() -> None:
     assert drafter_config(tiny_target()).num_features == 64
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"weight_map": 3}'])
+def test_a_damaged_index_of_shards_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json: no weight_map in it .*; fetch the file again"):
+        read_tensors(tmp_path)

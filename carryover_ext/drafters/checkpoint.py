@@ -22,7 +22,12 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     folder = Path(directory)
     names = [WEIGHTS]
     if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{folder / INDEX}: no weight_map in it ({error}); fetch the file again"
+            ) from error
     tensors: dict[str, Tensor] = {}
     for name in names:
         path = folder / name
