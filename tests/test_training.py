@@ -569,6 +569,8 @@ def test_train_command_refuses_another_target_and_a_changed_drafter(tmp_path, ca
     )
     command = ["train", *common, f"--recordings={tmp_path}/rec", "--taps=1", "--mask-token=271"]
     command += ["--draft-vocab=0", "--steps=2", "--anchors=4", "--cycle=1", "--layers=1"]
+    assert main([*command, f"--out={tmp_path}/c", "--taps=5"]) == 2
+    assert "--taps 5: the target's 4 layers are too few" in capsys.readouterr().err
     other = tiny_models.save_drafter(tmp_path / "other", False, hidden_size=32)
     assert main([*command, f"--out={tmp_path}/a", f"--init={other}"]) == 2
     assert "belongs to another target" in capsys.readouterr().err

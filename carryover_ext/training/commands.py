@@ -143,6 +143,12 @@ def _features(args: argparse.Namespace, target: Any) -> Path:
 
 def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
     heads = model_config.num_attention_heads
+    taps = default_target_layer_ids(args.taps, model_config.num_hidden_layers)
+    if len(set(taps)) < len(taps):
+        raise ValueError(
+            f"--taps {args.taps}: the target's {model_config.num_hidden_layers} layers are too few for that "
+            f"many different taps (they would be {taps}); take fewer"
+        )
     rope = getattr(model_config, "rope_parameters", None) or {}
     return DrafterConfig(
         hidden_size=model_config.hidden_size,
@@ -153,7 +159,7 @@ def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
         head_dim=getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
         vocab_size=model_config.vocab_size,
         num_target_layers=model_config.num_hidden_layers,
-        target_layer_ids=default_target_layer_ids(args.taps, model_config.num_hidden_layers),
+        target_layer_ids=taps,
         mask_token_id=args.mask_token,
         block_size=args.block,
         rope_theta=float(rope.get("rope_theta", 10000.0)),
