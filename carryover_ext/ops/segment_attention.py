@@ -61,7 +61,8 @@ def segment_attention(
 
     Returns:
         ``[B, b, nh, d]`` contiguous, in the dtype of ``q``. Zero for rows beyond ``block_lens``, for inactive
-        requests and for queries that see no key.
+        requests and for queries that see no key. Visible queries and keys must be finite: the kernel,
+        unlike the reference, does not pass a NaN in them on.
 
     Differentiable in q, k_cache, v_cache, k_segment, v_segment, k_block, v_block and sinks (once).
 
