@@ -29,7 +29,7 @@ demo: install
 # The target comes first, so that the tests on the real model run; without a network they say that they are skipped.
 test: install $(VENV)/.dev
 	-$(BIN)/carryover env --fetch smollm2-135m
-	$(BIN)/python -m pytest -q -n $(JOBS) $(TEST_FLAGS) tests
+	$(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS) tests
 
 bench: install
 	$(BIN)/python bench/ops.py $(OPS_FLAGS)
