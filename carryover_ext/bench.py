@@ -206,12 +206,10 @@ class Session:
             settings.block = min(trained)
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation under the tokenizer's chat template; plain paragraphs where it has
-        none."""
-        if self.tokenizer.chat_template:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-            return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-        return list(self.tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+        """Token ids of a conversation; see :func:`carryover_ext.pretrained.encode_chat`."""
+        from .pretrained import encode_chat
+
+        return encode_chat(self.tokenizer, messages)
 
     def options(self, arm: Arm) -> dict[str, Any]:
         """Keyword arguments of the engine for an arm."""

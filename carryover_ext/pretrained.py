@@ -62,6 +62,14 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
     return AutoTokenizer.from_pretrained(target_path(os.fspath(name)))
 
 
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation under the tokenizer's chat template; plain paragraphs where it has none."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+    return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+
+
 def stop_token_ids(model: Any) -> list[int]:
     """Token ids that end a response, from the model's generation config."""
     ids = getattr(model, "generation_config", None) and model.generation_config.eos_token_id

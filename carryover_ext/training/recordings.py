@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from carryover_ext.pretrained import encode_chat
+
 
 @dataclass
 class Recording:
@@ -108,21 +110,12 @@ def load_prompts(
                     ) from e
                 if len(text) > 8 * max_prompt_tokens:
                     continue
-                ids = encode_chat(tokenizer, text)
+                ids = encode_chat(tokenizer, [{"role": "user", "content": text}])
                 if len(ids) <= max_prompt_tokens:
                     found.append(PromptIds(row.get("category", path.stem), row.get("source", ""), ids))
         by_file.append(found)
     order = [(i / len(f), n, i) for n, f in enumerate(by_file) for i in range(len(f))]
     return [by_file[n][i] for _, n, i in sorted(order)]
-
-
-def encode_chat(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of one user turn under the tokenizer's chat template (plain text without one)."""
-    if tokenizer.chat_template:
-        message = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-    return list(tokenizer(text).input_ids)
 
 
 def record(
