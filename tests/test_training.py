@@ -25,7 +25,7 @@ from carryover_ext.training.forward import draft_hidden, encode_rows, shared_pre
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
 from carryover_ext.training.recordings import PromptIds, load_prompts, record, shards
 from carryover_ext.training.target_pass import TargetPass
-from carryover_ext.training.trainer import Trainer, TrainSettings, train
+from carryover_ext.training.trainer import Trainer, TrainSettings, check_trainable, train
 
 V, TAPS = 60, [0, 2]
 
@@ -425,6 +425,18 @@ def test_replay_equals_the_engine(model, recorded):
         assert rounds > 20
         assert sum(tallies[name].rounds.values()) == rounds
         assert sum(tallies[name].committed.values()) == committed
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "sliding_window"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_what_training_would_ignore_is_refused(change, name):
+    with pytest.raises(ValueError, match=name):
+        check_trainable(drafter_config(**change))
 
 
 # -- recordings ---

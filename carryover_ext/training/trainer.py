@@ -77,6 +77,21 @@ class TrainSettings:
             raise ValueError(f"lr={self.lr}: must be positive and finite")
 
 
+def check_trainable(config: DrafterConfig) -> None:
+    """ValueError for what a checkpoint may have and the training forward does not compute."""
+    layers = range(config.num_hidden_layers)
+    unsupported = {
+        "sliding_window": any(config.layer_window(i) for i in layers),
+        "layer_types (layers that differ in being causal)": len({config.layer_causal(i) for i in layers}) > 1,
+        "partial_rotary_factor": config.rotary_dim != config.head_dim,
+    }
+    found = [name for name, there in unsupported.items() if there]
+    if found:
+        raise ValueError(
+            f"config: {', '.join(found)} cannot be trained yet; start from full layers and full rotary"
+        )
+
+
 class Trainer:
     """Holds float32 master weights by checkpoint name and takes optimiser steps.
 
@@ -97,6 +112,7 @@ class Trainer:
         settings: TrainSettings,
         target: TargetPass | None = None,
     ) -> None:
+        check_trainable(config)
         if settings.objective == "carryover" and (target is None or "carryover_embedding" not in parameters):
             raise ValueError(
                 "objective 'carryover' needs the target and a checkpoint with carryover_embedding"
