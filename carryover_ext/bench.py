@@ -147,8 +147,8 @@ def groups(prompts: Sequence[Prompt], batch: int) -> Iterator[list[Prompt]]:
 
 
 def checkpoint_folder(settings: Settings, which: str) -> Path:
-    """The folder of the ``carryover`` or ``baseline`` checkpoint: the one named, or the one the package
-    carries for the target."""
+    """The folder of the ``carryover`` or ``baseline`` checkpoint: the one named, or the one that the
+    repository carries for the target (wheels carry none)."""
     given, option = (
         (settings.drafter, "--drafter") if which == "carryover" else (settings.baseline, "--baseline")
     )
@@ -163,9 +163,13 @@ def checkpoint_folder(settings: Settings, which: str) -> Path:
     folder = CHECKPOINTS / settings.target / ("carryover" if which == "carryover" else "dflash")
     if not (folder / "config.json").is_file():
         known = sorted(p.name for p in CHECKPOINTS.glob("*") if p.is_dir())
+        where = (
+            f"the repository carries drafters only for: {', '.join(known)}"
+            if known
+            else "trained drafters are in a checkout of the repository (carryover_ext/checkpoints), not in the wheel"
+        )
         raise UserError(
-            f"--target {settings.target}: the package carries no {which} drafter for it "
-            f"(only for: {', '.join(known) or 'none'}); "
+            f"--target {settings.target}: no {which} drafter for it is here; {where}; "
             f"name a folder with {option}, or train one: carryover record, then carryover train"
         )
     return folder

@@ -42,7 +42,7 @@ def cached_targets() -> list[str]:
 
 
 def carried_checkpoints() -> list[str]:
-    """Drafters that the package carries, as ``target/name``."""
+    """Drafters that come with a checkout of the repository (a wheel has none), as ``target/name``."""
     root = Path(__file__).with_name("checkpoints")
     return sorted(str(path.parent.relative_to(root)) for path in root.glob("*/*/config.json"))
 

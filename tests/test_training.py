@@ -524,6 +524,19 @@ def test_settings_that_never_end_are_refused(name):
         TrainSettings(**{name: 0})
 
 
+def test_gamma_weighs_the_slots(model, recorded):
+    trainer = make_trainer(model, recorded, "plain")
+    batch = load_batch(trainer.store, [0, 1], 4, torch.Generator().manual_seed(0))
+    b = trainer.config.block_size
+    full = (batch.anchors + b <= batch.lengths[:, None]) & batch.valid
+    for gamma, expected in ((0.0, slot_weights(b)), (2.0, slot_weights(b, 2.0))):
+        trainer.settings.gamma = gamma
+        weights = trainer._labels(batch, batch.anchors, batch.valid)[2]
+        assert full.any() and torch.equal(weights[full], expected.expand_as(weights[full]))
+    with pytest.raises(ValueError, match="gamma=-1"):
+        TrainSettings(gamma=-1)
+
+
 def test_too_few_recordings_for_a_step_are_refused(model, recorded):
     trainer = make_trainer(model, recorded, "plain")
     settings = TrainSettings(sequences=21)

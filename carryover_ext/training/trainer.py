@@ -47,6 +47,7 @@ class TrainSettings:
     schedule.
     carry_lr: factor on the learning rate of the carryover embedding.
     distill: share of the target's top-k distribution in the labels (the rest is the recorded token).
+    gamma: decay of the slots' weights ``exp(-(k-1)/gamma)``; 0 takes DFlash's value for the block length.
     drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
     cycle, reuse: see the module docstring.
     """
@@ -62,6 +63,7 @@ class TrainSettings:
     weight_decay: float = 0.0
     carry_lr: float = 30.0
     distill: float = 0.5
+    gamma: float = 0.0
     drop_segment: float = 0.1
     cycle: int = 8
     reuse: int = 1
@@ -75,6 +77,8 @@ class TrainSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr}: must be positive and finite")
+        if not 0 <= self.gamma < math.inf:
+            raise ValueError(f"gamma={self.gamma}: must be positive, or 0 for the value of DFlash")
 
 
 def check_trainable(config: DrafterConfig) -> None:
@@ -170,7 +174,7 @@ class Trainer:
         hard = (label >= 0).float()[..., None] * (1 - alpha)
         ids = torch.cat([label[..., None], soft_ids], -1).clamp(min=0)
         probs = torch.cat([hard, soft * alpha], -1)
-        weights = slot_weights(self.config.block_size) * inside
+        weights = slot_weights(self.config.block_size, self.settings.gamma or None) * inside
         return ids, probs, weights, torch.where(inside, label, -2)
 
     # -- one step
