@@ -111,7 +111,9 @@ def read_prompts(
             turns = tuple(row["turns"])
             if not turns or isinstance(row["turns"], str) or not all(isinstance(turn, str) for turn in turns):
                 raise ValueError("'turns' must be a list of texts")
-            prompt = Prompt(str(row.get("id", row.get("question_id", number))), str(row["category"]), turns)
+            if not isinstance(row["category"], str):
+                raise ValueError("'category' must be a text")
+            prompt = Prompt(str(row.get("id", row.get("question_id", number))), row["category"], turns)
         except json.JSONDecodeError as e:
             raise UserError(f"--prompts {path}: line {number} is not JSON ({e.msg}, column {e.colno})") from e
         except (KeyError, TypeError, ValueError, AttributeError) as e:

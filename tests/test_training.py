@@ -89,7 +89,7 @@ def recorded(model, tmp_path_factory) -> tuple[Path, Path]:
         PromptIds("ab"[i % 2], "made", torch.randint(4, V, (n,), generator=g).tolist())
         for i, n in enumerate(lengths)
     ]
-    record(prompts, lambda p: greedy(model, p), folder / "rec", settings={"t": 0}, shard_size=8)
+    record(prompts, lambda p, first: greedy(model, p), folder / "rec", settings={"t": 0}, shard_size=8)
     build_features(folder / "rec", folder / "feat", TargetPass(model, TAPS), top_k=4, batch_tokens=64)
     return folder / "rec", folder / "feat"
 
@@ -432,11 +432,13 @@ def test_replay_equals_the_engine(model, recorded):
     [
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "sliding_window"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters"),
+        ({}, "mask_embedding"),
     ],
 )
 def test_what_training_would_ignore_is_refused(change, name):
     with pytest.raises(ValueError, match=name):
-        check_trainable(drafter_config(**change))
+        check_trainable(drafter_config(**change), ["mask_embedding"] if name == "mask_embedding" else [])
 
 
 # -- recordings ---
@@ -444,7 +446,7 @@ def test_killed_record_loses_no_complete_shard(tmp_path):
     prompts = [PromptIds("c", "s", [i, i + 1]) for i in range(10)]
     calls = []
 
-    def backend(p):
+    def backend(p, first):
         if len(calls) == 2:
             raise KeyboardInterrupt
         calls.append(len(p))
@@ -455,7 +457,8 @@ def test_killed_record_loses_no_complete_shard(tmp_path):
     assert [s.name for s in shards(tmp_path)] == ["shard-00000.jsonl", "shard-00001.jsonl"]
     redone = []
 
-    def second(p):
+    def second(p, first):
+        assert first == 8  # the place in the whole recording
         redone.extend(p)
         return [([x[0] * 2], "stop") for x in p]
 
@@ -467,7 +470,7 @@ def test_killed_record_loses_no_complete_shard(tmp_path):
 
 @pytest.mark.parametrize("change", ["settings", "prompts", "shard"])
 def test_recordings_of_other_settings_are_refused(tmp_path, change):
-    def backend(p):
+    def backend(p, first):
         return [([1], "stop") for _ in p]
 
     prompts = [PromptIds("c", "s", [i]) for i in range(3)]
@@ -479,6 +482,12 @@ def test_recordings_of_other_settings_are_refused(tmp_path, change):
             record(prompts[:2], backend, tmp_path, settings={"temperature": 0.0}, shard_size=2)
         else:
             record(prompts, backend, tmp_path, settings={"temperature": 0.0}, shard_size=3)
+
+
+def test_damaged_manifest_names_its_file(tmp_path):
+    (tmp_path / "manifest.json").write_text('{"tempera')
+    with pytest.raises(ValueError, match="manifest.json: damaged"):
+        record([PromptIds("c", "s", [1])], lambda p, first: [([1], "stop")], tmp_path, settings={})
 
 
 class Words:

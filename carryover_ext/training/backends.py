@@ -20,7 +20,7 @@ def engine_backend(
     """Plain decoding with :func:`carryover_ext.engine.generate` in batches of prompts of similar length."""
     from carryover_ext.engine import generate
 
-    def run(prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
+    def run(prompts: Sequence[list[int]], first: int) -> list[tuple[list[int], str]]:
         answers: list[tuple[list[int], str]] = [([], "length")] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for start in range(0, len(order), batch):
@@ -32,7 +32,7 @@ def engine_backend(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 stop_token_ids=list(stop_token_ids),
-                seed=seed + start,
+                seed=seed + first + start,
             )
             for i, tokens in zip(part, out.tokens, strict=True):
                 stopped = bool(tokens) and tokens[-1] in stop_token_ids
@@ -64,9 +64,12 @@ def vllm_backend(
         enable_prefix_caching=False,
         seed=seed,
     )
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed)
 
-    def run(prompts: Sequence[list[int]]) -> list[tuple[list[int], str]]:
+    def run(prompts: Sequence[list[int]], first: int) -> list[tuple[list[int], str]]:
+        sampling = [
+            SamplingParams(temperature=temperature, max_tokens=max_new_tokens, seed=seed + first + i)
+            for i in range(len(prompts))
+        ]
         out = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
         return [(list(o.outputs[0].token_ids), str(o.outputs[0].finish_reason)) for o in out]
 

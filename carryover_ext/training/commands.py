@@ -14,7 +14,7 @@ from torch import Tensor
 
 from carryover_ext.cli import positive, temperature
 from carryover_ext.config import CarryoverConfig, DrafterConfig, default_target_layer_ids
-from carryover_ext.training.recordings import load_saved, save_atomic
+from carryover_ext.training.recordings import load_saved, save_atomic, write_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
 # every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
@@ -64,7 +64,7 @@ def run_record(args: argparse.Namespace) -> int:
         backend = engine_backend(
             TappedTarget(model), stop_token_ids=stop_token_ids(model), batch=args.batch, **common
         )
-    settings = {"target": str(args.target), **common}
+    settings = {"target": str(args.target), "backend": args.backend, "batch": args.batch, **common}
     with _progress("recording") as bar:
         task = bar.add_task("recording", total=len(prompts), note="")
         start = time.monotonic()
@@ -307,6 +307,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from carryover_ext.bench import check_out
     from carryover_ext.pretrained import load_target
     from carryover_ext.training.draft_verify_draft import Head
     from carryover_ext.training.evaluation import Arm, as_compute, evaluate_arms
@@ -316,6 +317,10 @@ def run_evaluate(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     if args.drafter is None and args.baseline is None:
         raise ValueError("--drafter or --baseline: name at least one checkpoint")
+    if args.out:
+        check_out(args.out.parent)
+        if args.out.is_dir():
+            raise ValueError(f"--out {args.out}: is a folder; name a JSON file")
     model, _ = load_target(args.target)
     arms: list[Arm] = []
     vocab: Tensor | None = None
@@ -368,6 +373,5 @@ def run_evaluate(args: argparse.Namespace) -> int:
             }
             for name, t in tallies.items()
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_atomic(args.out, json.dumps(result, indent=1) + "\n")
     return 0

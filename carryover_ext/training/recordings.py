@@ -50,8 +50,9 @@ class PromptIds:
     ids: list[int]
 
 
-# A backend turns prompt ids into (response ids, finish reason), in order.
-Backend = Callable[[Sequence[list[int]]], list[tuple[list[int], str]]]
+# A backend turns prompt ids into (response ids, finish reason), in order. Its second argument is the place of the
+# first prompt in the whole recording: what it draws depends on the place, not on where a killed run went on.
+Backend = Callable[[Sequence[list[int]], int], list[tuple[list[int], str]]]
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -144,7 +145,10 @@ def record(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "manifest.json"
     if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            old = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{path}: damaged ({e}); restore it, or record into a new folder") from e
         changed = {k: (old.get(k), v) for k, v in manifest.items() if old.get(k) != v}
         if changed:
             raise ValueError(
@@ -157,7 +161,7 @@ def record(
         part = prompts[start : start + shard_size]
         file = shard_path(out, start // shard_size)
         if not file.exists():
-            answers = backend([p.ids for p in part])
+            answers = backend([p.ids for p in part], start)
             rows = [
                 Recording(p.category, p.source, p.ids, r, f) for p, (r, f) in zip(part, answers, strict=True)
             ]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,18 +81,22 @@ class TrainSettings:
             raise ValueError(f"gamma={self.gamma}: must be positive, or 0 for the value of DFlash")
 
 
-def check_trainable(config: DrafterConfig) -> None:
-    """ValueError for what a checkpoint may have and the training forward does not compute."""
+def check_trainable(config: DrafterConfig, names: Iterable[str]) -> None:
+    """ValueError for what a checkpoint (tensors ``names``) may have and the training forward does not compute."""
     layers = range(config.num_hidden_layers)
     unsupported = {
         "sliding_window": any(config.layer_window(i) for i in layers),
         "layer_types (layers that differ in being causal)": len({config.layer_causal(i) for i in layers}) > 1,
         "partial_rotary_factor": config.rotary_dim != config.head_dim,
+        "rope_parameters (scaled positions)": (config.rope_parameters or {}).get("rope_type", "default")
+        != "default",
+        "mask_embedding": "mask_embedding" in names,
     }
     found = [name for name, there in unsupported.items() if there]
     if found:
         raise ValueError(
-            f"config: {', '.join(found)} cannot be trained yet; start from full layers and full rotary"
+            f"config: {', '.join(found)} cannot be trained yet; start from full layers, full and unscaled rotary "
+            "and the target's own mask token"
         )
 
 
@@ -116,7 +120,7 @@ class Trainer:
         settings: TrainSettings,
         target: TargetPass | None = None,
     ) -> None:
-        check_trainable(config)
+        check_trainable(config, parameters)
         if settings.objective == "carryover" and (target is None or "carryover_embedding" not in parameters):
             raise ValueError(
                 "objective 'carryover' needs the target and a checkpoint with carryover_embedding"
