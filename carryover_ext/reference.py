@@ -238,3 +238,47 @@ def accept(
     drawn = torch.searchsorted(cdf, uniforms[:, drafts:].double() * cdf[:, -1:], right=True)[:, 0]
     last = weights.shape[-1] - 1 - (weights > 0).long().flip(-1).argmax(-1)
     return accepted.int(), torch.minimum(drawn, last)
+
+
+def markov_sample(
+    base_logits: Tensor,
+    prev_tokens: Tensor,
+    markov_w1: Tensor,
+    markov_w2: Tensor,
+    d2t: Tensor | None = None,
+    uniforms: Tensor | None = None,
+    temperature: float = 0.0,
+    with_probs: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of :func:`carryover_ext.ops.markov_sample`: one step after the other."""
+    batch, steps, vocab = base_logits.shape
+    wide = _wide(base_logits.dtype)
+    padding = prev_tokens < 0
+    tokens = prev_tokens.new_empty(batch, steps)
+    token_probs = torch.empty(batch, steps, dtype=torch.float32, device=base_logits.device)
+    full = with_probs and temperature > 0
+    probs = torch.empty(batch if full else 0, steps, vocab, dtype=torch.float32, device=base_logits.device)
+    x = prev_tokens
+    for k in range(steps):
+        bias = F.linear(markov_w1[x.clamp(min=0)], markov_w2)
+        logits = base_logits[:, k].to(wide) + bias.to(wide)
+        logits = torch.where(logits.isnan(), float("-inf"), logits)
+        column = logits.argmax(-1)
+        q_token = torch.ones(batch, dtype=wide, device=base_logits.device)
+        if temperature > 0:
+            assert uniforms is not None
+            none = logits.amax(-1, keepdim=True) == float("-inf")
+            first = torch.arange(vocab, device=base_logits.device) == 0
+            logits = torch.where(none, torch.where(first, 0.0, float("-inf")), logits)
+            q = torch.softmax(logits / temperature, -1)
+            cdf = q.double().cumsum(-1)
+            drawn = torch.searchsorted(cdf, uniforms[:, k, None].double() * cdf[:, -1:], right=True)[:, 0]
+            last = vocab - 1 - (q > 0).long().flip(-1).argmax(-1)
+            column = torch.minimum(drawn, last)
+            q_token = q.gather(1, column[:, None])[:, 0]
+            if full:
+                probs[:, k] = q.masked_fill(padding[:, None], 0)
+        chosen = column if d2t is None else d2t[column]
+        x = tokens[:, k] = torch.where(padding, -1, chosen)
+        token_probs[:, k] = torch.where(padding, 0.0, q_token)
+    return tokens, token_probs, probs

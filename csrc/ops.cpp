@@ -35,6 +35,10 @@ STABLE_TORCH_LIBRARY(carryover_ext, m) {
       "accept(Tensor draft_tokens, Tensor target_logits, Tensor? draft_probs, Tensor? uniforms, float "
       "temperature)"
       " -> (Tensor num_accepted, Tensor next_token)");
+  m.def(
+      "markov_sample(Tensor base_logits, Tensor prev_tokens, Tensor markov_w1, Tensor markov_w2, Tensor? d2t,"
+      " Tensor? uniforms, float temperature, bool with_probs) -> (Tensor tokens, Tensor token_probs, Tensor "
+      "probs)");
   m.def("cpu_level() -> int");
   m.def("max_cpu_level() -> int");
   m.def("set_cpu_level(int level) -> ()");
@@ -46,6 +50,7 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CPU, m) {
   m.impl("commit_and_carry", TORCH_BOX(&carryover::commit_and_carry));
   m.impl("segment_attention", TORCH_BOX(&carryover::segment_attention));
   m.impl("accept", TORCH_BOX(&carryover::accept));
+  m.impl("markov_sample", TORCH_BOX(&carryover::markov_sample));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CompositeExplicitAutograd, m) {

@@ -38,4 +38,9 @@ std::tuple<Tensor, Tensor> accept(const Tensor& draft_tokens, const Tensor& targ
                                   std::optional<Tensor> draft_probs, std::optional<Tensor> uniforms,
                                   double temperature);
 
+std::tuple<Tensor, Tensor, Tensor> markov_sample(const Tensor& base_logits, const Tensor& prev_tokens,
+                                                 const Tensor& markov_w1, const Tensor& markov_w2,
+                                                 std::optional<Tensor> d2t, std::optional<Tensor> uniforms,
+                                                 double temperature, bool with_probs);
+
 }  // namespace carryover

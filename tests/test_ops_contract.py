@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from carryover_ext import ops, reference
 
-NAMES = ("gather_rejected", "project_kv", "commit_and_carry", "segment_attention", "accept")
+NAMES = ("gather_rejected", "project_kv", "commit_and_carry", "segment_attention", "accept", "markov_sample")
 
 
 @dataclass
@@ -92,12 +92,21 @@ def _accept(dtype: torch.dtype, grad: bool) -> Sample:
     return Sample("accept", args, {})
 
 
+def _markov(dtype: torch.dtype, grad: bool) -> Sample:
+    batch, steps, vocab, rank = 3, 4, 11, 5
+    logits, w1, w2 = (torch.randn(s).to(dtype) for s in ((batch, steps, vocab), (20, rank), (vocab, rank)))
+    d2t = torch.randperm(20)[:vocab].sort().values
+    args = (logits, torch.tensor([7, -1, 19]), w1, w2, d2t, torch.rand(batch, steps), 0.7, True)
+    return Sample("markov_sample", args, {})
+
+
 SAMPLES: dict[str, Callable[[torch.dtype, bool], Sample]] = {
     "gather_rejected": _gather,
     "project_kv": _project,
     "commit_and_carry": _commit,
     "segment_attention": _attention,
     "accept": _accept,
+    "markov_sample": _markov,
 }
 DIFFERENTIABLE = ("gather_rejected", "project_kv", "segment_attention")
 

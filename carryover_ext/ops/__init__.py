@@ -4,6 +4,7 @@ from .._library import available_capabilities, cpu_capability, set_cpu_capabilit
 from .accept import accept
 from .commit_and_carry import commit_and_carry
 from .gather_rejected import gather_rejected
+from .markov_sample import markov_sample
 from .project_kv import project_kv
 from .segment_attention import segment_attention
 
@@ -13,6 +14,7 @@ __all__ = [
     "commit_and_carry",
     "cpu_capability",
     "gather_rejected",
+    "markov_sample",
     "project_kv",
     "segment_attention",
     "set_cpu_capability",
