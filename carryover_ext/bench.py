@@ -186,7 +186,7 @@ class Session:
         import torch
         from transformers.utils import logging
 
-        from .drafters.dflash import DFlashDrafter
+        from .drafters import load_drafter
         from .environment import cached_targets
         from .pretrained import NAMES, load_target
 
@@ -201,13 +201,13 @@ class Session:
         on_step("loading the drafters")
         self.drafters: dict[str | None, Any] = {None: None}
         for which, folder in folders.items():
-            self.drafters[which] = DFlashDrafter.from_pretrained(folder, dtype=self.dtype)
+            self.drafters[which] = load_drafter(folder, dtype=self.dtype)
         carryover = self.drafters.get("carryover")
         if carryover is not None and not carryover.config.carryover:
             raise UserError(
                 f"--drafter {folders['carryover']}: trained without Carryover; name it with --baseline"
             )
-        trained = [d.config.block_size for d in self.drafters.values() if d is not None]
+        trained = [d.config.verify_rows for d in self.drafters.values() if d is not None]
         if settings.block is None and trained:
             settings.block = min(trained)
 

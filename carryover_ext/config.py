@@ -1,11 +1,15 @@
-"""Drafter configuration in the config.json layout of the z-lab DFlash checkpoints, with one block added for
-Carryover.
+"""Drafter configuration in the config.json layouts of the z-lab DFlash and the DeepSpec DSpark checkpoints,
+with one block added for Carryover.
 
 The file on disk is flat (Hugging Face names) with two nested blocks::
 
     {"architectures": ["DFlashDraftModel"], "hidden_size": 576, ..., "block_size": 8, "num_target_layers": 30,
      "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 8, 14, 20, 27]},
      "carryover_config": {"enabled": true, "carry_embed_at": "pre_norm", "carry_positions": "verify"}}
+
+DSpark checkpoints (``Qwen3DSparkModel``) have ``mask_token_id`` and ``target_layer_ids`` at the top level,
+beside ``markov_rank``, ``markov_head_type``, ``sample_from_anchor`` (true when absent) and the keys of the
+confidence head.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from typing import Any
 
 CARRY_EMBED_AT = ("pre_norm", "post_norm")
 CARRY_POSITIONS = ("verify", "shifted")
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+DSPARK = "Qwen3DSparkModel"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Keys of Hugging Face configs that say nothing about how the drafter computes. They are kept and written
@@ -100,8 +106,11 @@ class CarryoverConfig:
 
 @dataclass
 class DrafterConfig:
-    """Shapes and switches of a DFlash drafter. Field names are those of config.json; see the module
-    docstring.
+    """Shapes and switches of a drafter. Field names are those of config.json; see the module docstring.
+
+    ``block_size``: input rows of a block. ``sample_from_anchor``: False, DFlash's layout, in which mask rows
+    predict their own position and the anchor's row nothing; True, the anchor-first layout of DSpark, in which
+    row k predicts position ``anchor + k + 1``, so that a block has one more draft.
     """
 
     hidden_size: int
@@ -128,6 +137,11 @@ class DrafterConfig:
     input_embedding_scale: float | None = None
     final_logit_softcapping: float | None = None
     draft_vocab_size: int | None = None
+    sample_from_anchor: bool = False
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
     carryover_config: CarryoverConfig | None = None
     architectures: list[str] = field(default_factory=lambda: ["DFlashDraftModel"])
     model_type: str = "qwen3"
@@ -165,6 +179,21 @@ class DrafterConfig:
         return len(self.target_layer_ids) * int(self.target_hidden_size or 0)
 
     @property
+    def first_slot(self) -> int:
+        """The first row of a block that predicts a token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a whole block drafts."""
+        return self.block_size - self.first_slot
+
+    @property
+    def verify_rows(self) -> int:
+        """Rows that the target verifies for a whole block: the anchor and the drafts."""
+        return self.num_drafts + 1
+
+    @property
     def rotary_dim(self) -> int:
         """Rotated dimensions of a head (even, at most ``head_dim``)."""
         factor = (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
@@ -200,10 +229,12 @@ class DrafterConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
-        if not isinstance(self.block_size, int) or self.block_size < 2:
+        if not isinstance(self.block_size, int) or self.num_drafts < 1:
             raise ValueError(
-                f"block_size={self.block_size!r}: must be at least 2 (one anchor and one drafted token)"
+                f"block_size={self.block_size!r}: must be at least {1 + self.first_slot} "
+                "(one drafted token" + (")" if self.sample_from_anchor else " and the anchor)")
             )
+        self._validate_markov()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads}: must be a multiple of "
@@ -257,6 +288,20 @@ class DrafterConfig:
                     f"carry_positions={self.carry_positions!r}: must be one of {CARRY_POSITIONS}"
                 )
 
+    def _validate_markov(self) -> None:
+        for name in ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be true or false")
+        rank = self.markov_rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ValueError(f"markov_rank={rank!r}: must be a positive integer, or 0 for no Markov head")
+        if self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise ValueError(
+                f"markov_head_type={self.markov_head_type!r}: must be one of {', '.join(MARKOV_HEAD_TYPES)}"
+            )
+        if self.enable_confidence_head and self.confidence_head_with_markov and rank == 0:
+            raise ValueError("confidence_head_with_markov=True: needs a Markov head, but markov_rank=0")
+
     # -- files -------------------------------------------------------------------------------------
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "config") -> DrafterConfig:
@@ -273,14 +318,7 @@ class DrafterConfig:
                 raise ValueError(
                     f"{source}: unknown key dflash_config.{key} (known: {', '.join(sorted(DFLASH_KEYS))})"
                 )
-            if key == "sample_from_anchor":
-                if value:
-                    raise ValueError(
-                        f"{source}: dflash_config.sample_from_anchor={value}: the DFlash drafter "
-                        "predicts slots 1..b-1"
-                    )
-            else:
-                kwargs[key] = value
+            kwargs[key] = value
         carry = values.pop("carryover_config", None)
         if carry is not None:
             known = {f.name for f in dataclasses.fields(CarryoverConfig)}
@@ -311,6 +349,8 @@ class DrafterConfig:
                 extra[key] = value
             else:
                 raise ValueError(f"{source}: unknown key {key!r}; remove it, or correct its spelling")
+        if DSPARK in kwargs.get("architectures", ()):
+            kwargs.setdefault("sample_from_anchor", True)
         rope = kwargs.get("rope_parameters")
         if rope and "rope_theta" in rope:
             kwargs["rope_theta"] = float(rope["rope_theta"])
@@ -327,22 +367,29 @@ class DrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The layout of config.json: the inverse of :meth:`from_dict`."""
-        nested_names = (
-            "mask_token_id",
-            "target_layer_ids",
-            "causal",
-            "input_embedding_scale",
-            "final_logit_softcapping",
-        )
+        nested_names = {"causal", "input_embedding_scale", "final_logit_softcapping"}
+        dspark_names = {
+            "markov_rank",
+            "markov_head_type",
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+        }
+        dspark = DSPARK in self.architectures
+        if not dspark:  # the keys of a DSpark config stay out of others while they say nothing
+            nested_names |= {"mask_token_id", "target_layer_ids", "sample_from_anchor"}
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         out: dict[str, Any] = {}
         nested: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.name in ("extra", "carryover_config") or value is None:
                 continue
+            if not dspark and f.name in dspark_names | {"sample_from_anchor"} and value == defaults[f.name]:
+                continue
             (nested if f.name in nested_names else out)[f.name] = value
         out.update(self.extra)
-        out["dflash_config"] = nested
+        if nested:
+            out["dflash_config"] = nested
         if self.carryover_config is not None:
             out["carryover_config"] = dataclasses.asdict(self.carryover_config)
         return out

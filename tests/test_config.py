@@ -155,11 +155,13 @@ def test_unknown_nested_key_names_the_file(tmp_path: Path) -> None:
         DrafterConfig.from_pretrained(tmp_path)
 
 
-def test_anchor_layout_is_refused() -> None:
+def test_anchor_layout() -> None:
     values = copy.deepcopy(PUBLISHED)
     values["dflash_config"]["sample_from_anchor"] = True
-    with pytest.raises(ValueError, match="sample_from_anchor"):
-        DrafterConfig.from_dict(values)
+    config = DrafterConfig.from_dict(values)
+    assert (config.num_drafts, config.verify_rows) == (16, 17)
+    assert config.to_dict()["dflash_config"]["sample_from_anchor"] is True
+    assert DrafterConfig.from_dict(PUBLISHED).verify_rows == 16
 
 
 def test_missing_and_broken_file(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from carryover_ext.config import CarryoverConfig, DrafterConfig
-from carryover_ext.drafters import DFlashDrafter, Drafts
+from carryover_ext.drafters import DFlashDrafter, Drafts, MarkovDrafter
 from carryover_ext.targets import TappedTarget
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma2", "gemma3")
@@ -189,6 +189,10 @@ class Steered(DFlashDrafter):
         return Drafts(tokens)
 
 
+class SteeredMarkov(Steered, MarkovDrafter):
+    """The same with a Markov head."""
+
+
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
@@ -204,6 +208,26 @@ def _turn(x: Tensor, positions: Tensor, rot: int, theta: float) -> Tensor:
     return torch.cat([z.real, z.imag, x[..., rot:]], -1)
 
 
+def oracle_bias(drafter: MarkovDrafter, hidden: Tensor, before: list[int]) -> Tensor:
+    """Bias ``[drafts, V or Vd]`` of the Markov head given the token before each slot, in float64."""
+    w = {k: v.double() for k, v in drafter.markov_head.state_dict().items()}
+    kind, rank = drafter.config.markov_head_type, drafter.config.markov_rank
+    state = torch.zeros(rank, dtype=torch.float64)
+    rows = []
+    for h, token in zip(hidden, before, strict=True):
+        e = w["markov_w1.weight"][token]
+        if kind == "gated":
+            gate = w["gate_proj.weight"] @ torch.cat([h, e]) + w["gate_proj.bias"]
+            e = e / (1 + torch.exp(-gate))
+        elif kind == "rnn":
+            mixed = w["joint_proj.weight"] @ torch.cat([state, e, h]) + w["joint_proj.bias"]
+            gate = 1 / (1 + torch.exp(-mixed[:rank]))
+            state = gate * state + (1 - gate) * torch.tanh(mixed[rank : 2 * rank])
+            e = torch.tanh(mixed[2 * rank :])
+        rows.append(w["markov_w2.weight"] @ e)
+    return torch.stack(rows)
+
+
 def oracle_logits(
     drafter: DFlashDrafter,
     embed: Tensor,
@@ -213,8 +237,30 @@ def oracle_logits(
     anchor: int,
     drafts: int,
     embed_scale: float = 1.0,
+    before: list[int] | None = None,
 ) -> Tensor:
-    """Draft logits ``[drafts, V or Vd]`` of one request from recorded states, without a cache, in float64."""
+    """Draft logits ``[drafts, V or Vd]`` of one request from recorded states, without a cache, in float64.
+
+    ``before``: the tokens before the slots, which a Markov head asks for.
+    """
+    rows_of_head = head.double() if drafter.d2t is None else head.double()[drafter.d2t]
+    hidden = _oracle_hidden(drafter, embed, committed, rejected, anchor, drafts, embed_scale)
+    logits = hidden @ rows_of_head.T
+    if isinstance(drafter, MarkovDrafter):
+        assert before is not None
+        logits = logits + oracle_bias(drafter, hidden, before)
+    return logits
+
+
+def _oracle_hidden(
+    drafter: DFlashDrafter,
+    embed: Tensor,
+    committed: Tensor,
+    rejected: Tensor | None,
+    anchor: int,
+    drafts: int,
+    embed_scale: float,
+) -> Tensor:
     c, w = drafter.config, {k: v.double() for k, v in drafter.state_dict().items() if k != "d2t"}
     eps, d, nh, nkv = c.rms_norm_eps, c.head_dim, c.num_attention_heads, c.num_key_value_heads
     n = committed.shape[0]
@@ -234,9 +280,11 @@ def oracle_logits(
         where += [n + j for j in range(rejected.shape[0])]
         rope += [n + j + late for j in range(rejected.shape[0])]
     m = context.shape[0]
-    block = [n + i for i in range(drafts + 1)]
+    first = 0 if c.sample_from_anchor else 1  # the row that predicts the token after the anchor
+    size = drafts + first
+    block = [n + i for i in range(size)]
     mask = w.get("mask_embedding", embed[c.mask_token_id].double() * embed_scale)
-    x = torch.stack([embed[anchor].double() * embed_scale] + [mask] * drafts)
+    x = torch.stack([embed[anchor].double() * embed_scale] + [mask] * (size - 1))
     for i in range(c.num_hidden_layers):
         p = f"layers.{i}."
         h = _norm(x, w[p + "input_layernorm.weight"], eps)
@@ -247,8 +295,8 @@ def oracle_logits(
         v = (rows @ w[a + "v_proj.weight"].T).view(-1, nkv, d)
         q = _turn(q, torch.tensor(block), c.rotary_dim, c.rope_theta)
         k = _turn(k, torch.tensor(rope + block), c.rotary_dim, c.rope_theta)
-        out = torch.zeros(drafts + 1, nh, d, dtype=torch.float64)
-        for t in range(drafts + 1):
+        out = torch.zeros(size, nh, d, dtype=torch.float64)
+        for t in range(size):
             seen = []
             for s, position in enumerate(where + block):
                 ok = not (c.layer_window(i) and block[t] - position >= c.layer_window(i))
@@ -260,7 +308,7 @@ def oracle_logits(
                 g = head_index // (nh // nkv)
                 score = torch.softmax(k[seen, g] @ q[t, head_index] / math.sqrt(d), 0)
                 out[t, head_index] = score @ v[seen, g]
-        x = x + out.reshape(drafts + 1, -1) @ w[a + "o_proj.weight"].T
+        x = x + out.reshape(size, -1) @ w[a + "o_proj.weight"].T
         h = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
         gate = h @ w[p + "mlp.gate_proj.weight"].T
         x = (
@@ -268,8 +316,7 @@ def oracle_logits(
             + (gate * torch.sigmoid(gate) * (h @ w[p + "mlp.up_proj.weight"].T))
             @ w[p + "mlp.down_proj.weight"].T
         )
-    rows_of_head = head.double() if drafter.d2t is None else head.double()[drafter.d2t]
-    return _norm(x[1:], w["norm.weight"], eps) @ rows_of_head.T
+    return _norm(x[first:], w["norm.weight"], eps)
 
 
 def replay(drafter: Steered, target: TappedTarget) -> tuple[int, int, int]:
@@ -308,6 +355,7 @@ def replay(drafter: Steered, target: TappedTarget) -> tuple[int, int, int]:
                 int(anchor[i]),
                 drafts.tokens.shape[1],
                 target.embed_scale,
+                [int(anchor[i]), *drafts.tokens[i, :-1].tolist()],
             )
             best = logits.topk(2, -1)
             expected = best.indices[:, 0] if drafter.d2t is None else drafter.d2t[best.indices[:, 0]]

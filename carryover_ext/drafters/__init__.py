@@ -1,5 +1,22 @@
 """Drafters. Each has the methods ``from_pretrained``, ``bind``, ``new_cache``, ``commit`` and ``draft``."""
 
-from .dflash import DFlashDrafter, Drafts
+from __future__ import annotations
 
-__all__ = ["DFlashDrafter", "Drafts"]
+from pathlib import Path
+
+import torch
+
+from ..config import DrafterConfig
+from .dflash import DFlashDrafter, Drafts
+from .markov import MarkovDrafter
+
+__all__ = ["DFlashDrafter", "Drafts", "MarkovDrafter", "load_drafter"]
+
+
+def load_drafter(directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> DFlashDrafter:
+    """Load a checkpoint folder as the drafter that its ``config.json`` describes.
+
+    Raises what :meth:`DFlashDrafter.from_pretrained` raises.
+    """
+    markov = DrafterConfig.from_pretrained(directory).markov_rank > 0
+    return (MarkovDrafter if markov else DFlashDrafter).from_pretrained(directory, dtype)

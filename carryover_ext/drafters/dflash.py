@@ -1,6 +1,7 @@
 """The DFlash drafter (arXiv 2602.06036) with the temporary segment of Carryover Drafting (arXiv 2609.14717).
 
-The block is ``[anchor, mask x (b-1)]``; slot j predicts its own position. Its rows attend, in every layer, to
+The block is ``[anchor, mask x (b-1)]``; slot j predicts its own position (in the anchor-first layout the one
+after it). Its rows attend, in every layer, to
 the committed context, to the rows that the last verification rejected, and to the block. Context and rejected
 rows come from tapped target states (:func:`carryover_ext.ops.commit_and_carry`); embedding and head are the
 target's and are bound, not stored.
@@ -87,12 +88,21 @@ class DFlashDrafter(nn.Module):
         tensor, for a wrong shape, and for a config that the drafter does not implement.
         """
         config = DrafterConfig.from_pretrained(directory)
+        cls._check_config(config)
         tensors = read_tensors(directory)
         model = cls(config, mask_embedding="mask_embedding" in tensors)
         check_tensors(tensors, model.state_dict(), directory)
         model.load_state_dict(tensors)
         check_draft_vocabulary(model.d2t, config.vocab_size)
         return model.to(dtype).eval()
+
+    @classmethod
+    def _check_config(cls, config: DrafterConfig) -> None:
+        if config.markov_rank > 0:
+            raise ValueError(
+                f"markov_rank={config.markov_rank}: the checkpoint has a Markov head; load it with "
+                "carryover_ext.drafters.load_drafter"
+            )
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write ``config.json`` and ``model.safetensors``, each atomically, in the dtype of the
@@ -219,8 +229,8 @@ class DFlashDrafter(nn.Module):
             capacity=capacity,
             kv_heads=c.num_key_value_heads,
             head_dim=int(c.head_dim or 0),
-            segment_rows=c.block_size - 1,
-            cos_sin=self.rotary(max(pages, capacity) + c.block_size + (page_size or 0) + 1),
+            segment_rows=c.num_drafts,
+            cos_sin=self.rotary(max(pages, capacity) + c.verify_rows + (page_size or 0) + 1),
             dtype=self.dtype,
             device=self.device,
             page_size=page_size,
@@ -307,39 +317,52 @@ class DFlashDrafter(nn.Module):
         sampling: Sampling | None = None,
         active: Tensor | None = None,
     ) -> Drafts:
-        """Propose ``num_drafts`` tokens (None: ``block_size - 1``) after each anchor ``[B]`` int64, which
+        """Propose ``num_drafts`` tokens (None: as many as trained) after each anchor ``[B]`` int64, which
         sits at position ``cache.lens``.
 
         ``sampling`` (or ``temperature`` alone) is the law of the drafts; greedy drafts have no ``probs``.
         ``active [B]`` bool: requests that take no part cost no attention; their tokens are meaningless.
         Raises ValueError for a block longer than trained.
         """
-        block = self.check_block(None if num_drafts is None else num_drafts + 1)
+        first = self.config.first_slot
+        rows = self.check_block(None if num_drafts is None else num_drafts + 1) - 1 + first
         lens = cache.lens if active is None else torch.where(active, cache.lens, -1)
-        x = self._block(cache, lens, anchor, block)
-        head = self._bound("_head" if torch.compiler.is_compiling() else "_fast_head")
-        logits = linear(rms_norm(x[:, 1:], self.norm.weight, self.config.rms_norm_eps), head)
+        x = self._block(cache, lens, anchor, rows)
+        hidden = rms_norm(x[:, first:], self.norm.weight, self.config.rms_norm_eps)
         sampling = Sampling(temperature) if sampling is None else sampling
+        return self._propose(hidden, anchor, sampling, generator)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self._bound("_head" if torch.compiler.is_compiling() else "_fast_head"))
+
+    def _propose(
+        self, hidden: Tensor, anchor: Tensor, sampling: Sampling, generator: torch.Generator | None
+    ) -> Drafts:
+        """Tokens from normed rows ``[B, K, H]``: here each slot by itself."""
+        logits = self._logits(hidden)
         if sampling.temperature == 0:
             tokens = logits.argmax(-1)
             return Drafts(tokens if self.d2t is None else self.d2t[tokens])
         probs = probabilities(self._capped(logits), sampling)
         tokens = sample(probs, generator)
-        if self.d2t is not None:
-            tokens = self.d2t[tokens]
-            full = probs.new_zeros(*probs.shape[:-1], self.config.vocab_size)
-            probs = full.index_copy_(-1, self.d2t, probs)
-        return Drafts(tokens, probs)
+        return Drafts(tokens if self.d2t is None else self.d2t[tokens], self._spread(probs))
+
+    def _spread(self, probs: Tensor) -> Tensor:
+        """Probabilities of head rows ``[..., Vd]`` as those of target tokens ``[..., V]``."""
+        if self.d2t is None:
+            return probs
+        full = probs.new_zeros(*probs.shape[:-1], self.config.vocab_size)
+        return full.index_copy_(-1, self.d2t, probs)
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self._soft_cap
         return logits if not cap else torch.tanh(logits / cap) * cap
 
     def check_block(self, block: int | None) -> int:
-        """The block length to use (None: the trained one); ValueError when it is below 2 or longer than
-        trained.
+        """The rows to verify (None: as trained): the anchor and its drafts. ValueError when there is no
+        draft, or more than trained.
         """
-        trained = self.config.block_size
+        trained = self.config.verify_rows
         if block is not None and not 2 <= block <= trained:
             raise ValueError(
                 f"block_size={block}: must be in 2..{trained}, the length that the drafter was trained with"
