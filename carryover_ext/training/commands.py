@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from carryover_ext.cli import positive, temperature
-from carryover_ext.config import CarryoverConfig, DrafterConfig, default_target_layer_ids
+from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig, default_target_layer_ids
 from carryover_ext.training.recordings import load_saved, save_atomic, write_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
@@ -89,6 +89,16 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run (resumed when it exists)")
     parser.add_argument(
         "--init", type=Path, help="checkpoint to start from (default: the target's own late layers)"
+    )
+    parser.add_argument(
+        "--drafter", choices=("dflash", "markov"), help="kind of drafter (default: that of --init, or dflash)"
+    )
+    parser.add_argument("--markov-rank", type=positive, default=256, help="rank of a new Markov head")
+    parser.add_argument(
+        "--layout",
+        choices=("dflash", "anchor-first"),
+        help="mask rows predict their own position, or every row the next one (default: that of --init, or "
+        "dflash)",
     )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--intermediate", type=int, help="MLP channels (default: the target's)")
@@ -166,6 +176,7 @@ def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
         rms_norm_eps=model_config.rms_norm_eps,
         max_position_embeddings=model_config.max_position_embeddings,
         draft_vocab_size=args.draft_vocab or None,
+        sample_from_anchor=args.layout == "anchor-first",
     )
 
 
@@ -177,6 +188,14 @@ def _start(args: argparse.Namespace, model: Any) -> tuple[DrafterConfig, dict[st
     else:
         config = DrafterConfig.from_pretrained(args.init)
         weights, vocab = load_weights(args.init)
+        if args.layout and config.sample_from_anchor != (args.layout == "anchor-first"):
+            raise ValueError(
+                f"--layout {args.layout}: --init {args.init} has the other layout, which its weights keep"
+            )
+        if args.drafter == "dflash" and config.markov_rank > 0:
+            raise ValueError(f"--drafter dflash: --init {args.init} has a Markov head; leave --drafter out")
+    if args.drafter == "markov" and config.markov_rank == 0:
+        config.markov_rank, config.architectures = args.markov_rank, [DSPARK]
     if args.objective == "carryover":
         config.carryover_config = CarryoverConfig(True, args.carry_embed_at, args.carry_positions)
     return config, weights, vocab
@@ -193,17 +212,21 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
 
     tensors = read_tensors(folder)
     vocab = tensors.pop("d2t", None)
+    for name in ("embed_tokens.weight", "lm_head.weight"):  # copies of the target's
+        tensors.pop(name, None)
     return {k: v.float() for k, v in tensors.items()}, vocab
 
 
 def save_checkpoint(
-    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None
+    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None, head: Tensor
 ) -> None:
-    """Writes ``config.json`` and bf16 ``model.safetensors``."""
-    from carryover_ext.drafters.checkpoint import write_tensors
+    """Writes ``config.json`` and bf16 ``model.safetensors``; ``head [Vd, H]`` are the target's head rows."""
+    from carryover_ext.drafters.checkpoint import reduced_vocabulary, write_tensors
 
     tensors = {k: v.to(torch.bfloat16) for k, v in weights.items()}
-    if vocab is not None:
+    if vocab is not None and DSPARK in config.architectures:
+        tensors |= reduced_vocabulary(vocab, config.vocab_size, head.to(torch.bfloat16))
+    elif vocab is not None:
         tensors["d2t"] = vocab
     config.save_pretrained(folder)
     write_tensors(folder, tensors)
@@ -213,7 +236,7 @@ def run_train(args: argparse.Namespace) -> int:
     from carryover_ext.drafters.checkpoint import check_target
     from carryover_ext.pretrained import load_target
     from carryover_ext.training import cost, initial
-    from carryover_ext.training.draft_verify_draft import Head
+    from carryover_ext.training.draft_verify_draft import MARKOV_W1, Head
     from carryover_ext.training.target_pass import TargetPass
     from carryover_ext.training.trainer import train
 
@@ -245,6 +268,8 @@ def run_train(args: argparse.Namespace) -> int:
                 print(
                     f"draft vocabulary: {config.draft_vocab_size} tokens cover {covered:.2%} of the responses"
                 )
+        if config.markov_rank > 0 and MARKOV_W1 not in weights:
+            weights |= initial.markov_head(config)
         if config.carryover:
             weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
         args.out.mkdir(parents=True, exist_ok=True)
@@ -284,7 +309,7 @@ def run_train(args: argparse.Namespace) -> int:
         def save() -> None:
             nonlocal ceiling  # on a shared machine the first measurement can fall into a bad moment
             ceiling = max(ceiling, cost.matrix_rate())
-            save_checkpoint(checkpoint, config, trainer.export_weights(), vocab)
+            save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, head.head)
 
         train(trainer, args.out, show, save, args.save_every)
     print(f"trained {settings.steps} steps; checkpoint in {checkpoint}")

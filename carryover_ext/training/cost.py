@@ -24,21 +24,21 @@ def step_operations(
 
     Counted: matrix products only. Weights that train cost three forwards (forward, gradient of the input,
     gradient of the weight); the features need no gradient, so ``fc`` costs two; the frozen head costs two
-    (see losses).
+    (see losses), the Markov head's second factor three.
     """
     h, d, b = config.hidden_size, int(config.head_dim or 0), config.block_size
     kv = 2 * config.num_key_value_heads * d * h
     layer = 2 * config.num_attention_heads * d * h + kv + 3 * config.intermediate_size * h
     rows = sequences * anchors * b
-    carried_rows = sequences * anchors * (b - 1) if carried else 0
+    carried_rows = sequences * anchors * config.num_drafts if carried else 0
     context_rows = sequences * length
     fc = config.num_features * h
-    own = b + (b - 1 if carried else 0)
+    own = b + (config.num_drafts if carried else 0)
     attention = 2 * config.num_attention_heads * d * rows * (length + own)
     layers = config.num_hidden_layers
     forward_backward = 3 * layers * (rows * layer + (context_rows + carried_rows) * kv + attention)
     encode = 2 * fc * (context_rows + carried_rows)
-    head = 2 * h * head_rows * sequences * anchors * (b - 1)
+    head = (2 * h + 3 * config.markov_rank) * head_rows * sequences * anchors * config.num_drafts
     return 2.0 * (forward_backward + encode + head)
 
 

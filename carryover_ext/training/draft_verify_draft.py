@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from carryover_ext.training.anchors import Batch, gather_rows, slot_labels
 from carryover_ext.training.forward import Params, draft_hidden, encode_rows
 from carryover_ext.training.target_pass import TargetPass
+
+MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
 @dataclass
@@ -47,9 +50,9 @@ class Head:
 class Rejects:
     """What one round left behind, and where the next one starts.
 
-    accepted ``[S, N]``; anchors ``[S, N]`` the next anchors; valid ``[S, N]``; features ``[S, N, b-1,
-    F]`` rejected rows packed to the front, positions ``[S, N, b-1]`` their verify positions, mask ``[S,
-    N, b-1]`` which exist (all None when the target was not asked).
+    accepted ``[S, N]``; anchors ``[S, N]`` the next anchors; valid ``[S, N]``; features ``[S, N, K,
+    F]`` rejected rows packed to the front, positions ``[S, N, K]`` their verify positions, mask ``[S,
+    N, K]`` which exist (all None when the target was not asked).
     """
 
     accepted: Tensor
@@ -66,12 +69,32 @@ def block_embeddings(head: Head, config: Any, tokens: Tensor) -> Tensor:
     return head.embed[torch.cat([tokens[..., None], masks], -1)]
 
 
+def slot_rows(config: Any, hidden: Tensor) -> Tensor:
+    """The rows ``[S, N, K, H]`` of blocks ``hidden [S, N, b, H]`` that predict the K tokens after the anchor:
+    the one place of training that knows the layout."""
+    return hidden[:, :, config.first_slot :]
+
+
 @torch.no_grad()
-def draft_tokens(hidden: Tensor, head: Head, chunk: int = 2048) -> Tensor:
-    """Greedy tokens ``[S, N, b-1]`` of blocks ``hidden [S, N, b, H]``."""
-    rows = hidden[:, :, 1:].reshape(-1, hidden.shape[-1])
-    best = torch.cat([torch.mm(r, head.head.t()).argmax(-1) for r in rows.split(chunk)])
-    return head.ids[best].view(*hidden.shape[:2], -1)
+def draft_tokens(
+    p: Params, config: Any, hidden: Tensor, head: Head, first: Tensor, chunk: int = 256
+) -> Tensor:
+    """Greedy tokens ``[S, N, K]`` of blocks ``hidden [S, N, b, H]`` after the tokens ``first [S, N]``, left
+    to right where the drafter has a Markov head."""
+    slots = slot_rows(config, hidden).flatten(0, 1)
+    found = []
+    for rows, token in zip(slots.split(chunk), first.flatten().split(chunk), strict=True):
+        logits = F.linear(rows, head.head)
+        if config.markov_rank == 0:
+            found.append(head.ids[logits.argmax(-1)])
+            continue
+        tokens = []
+        for k in range(logits.shape[1]):
+            latent = p[MARKOV_W1][token]
+            token = head.ids[(logits[:, k] + F.linear(latent, p[MARKOV_W2])).argmax(-1)]
+            tokens.append(token)
+        found.append(torch.stack(tokens, -1))
+    return torch.cat(found).view(*hidden.shape[:2], -1)
 
 
 @torch.no_grad()
@@ -87,11 +110,11 @@ def draft_and_verify(
 
     ``feature_scale [F]`` multiplies tapped rows before ``fc`` (see :mod:`carryover_ext.training.trainer`).
     """
-    b = config.block_size
+    b = config.verify_rows
     context = encode_rows(p, config, batch.features * feature_scale)
     first = gather_rows(batch.ids, batch.anchors)
     hidden = draft_hidden(p, config, context, batch.anchors, block_embeddings(head, config, first))
-    drafts = draft_tokens(hidden, head)
+    drafts = draft_tokens(p, config, hidden, head, first)
     positions, inside = slot_labels(batch, batch.anchors, b)
     hit = (drafts == gather_rows(batch.ids, positions)) & inside
     accepted = hit.int().cumprod(-1).sum(-1)

@@ -55,7 +55,7 @@ class Tally:
 def _replay(
     arm: Arm, head: Head, batch: Batch, categories: list[str], target: TargetPass, tally: Tally
 ) -> None:
-    b, config = arm.config.block_size, arm.config
+    b, config = arm.config.verify_rows, arm.config
     s = len(categories)
     context = encode_rows(arm.params, config, batch.features)
     prefix = target.prefix(batch.ids)[2] if arm.carry else None
@@ -72,7 +72,7 @@ def _replay(
         embeds = block_embeddings(head, config, first)
         carried = None if rejected is None else encode_rows(arm.params, config, rejected, carried=True)
         hidden = draft_hidden(arm.params, config, context, at, embeds, carried, positions, mask)
-        drafts = draft_tokens(hidden, head)
+        drafts = draft_tokens(arm.params, config, hidden, head, first)
         where, inside = slot_labels(batch, at, b)
         hit = (drafts == gather_rows(batch.ids, where)) & inside
         m = hit.int().cumprod(-1).sum(-1)  # [s, 1]

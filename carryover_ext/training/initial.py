@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
+from carryover_ext.training.draft_verify_draft import MARKOV_W1, MARKOV_W2
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.target_pass import TargetPass
 
@@ -37,6 +38,14 @@ def draft_vocabulary(store: FeatureStore, vocab_size: int, size: int) -> tuple[T
     counts += response
     ids = counts.topk(size).indices.sort().values
     return ids, float(response[ids].sum() / response.sum())
+
+
+def markov_head(config: DrafterConfig, seed: int = 0) -> dict[str, Tensor]:
+    """A Markov head that says nothing yet: w1 small and random, w2 zero. Training starts as without it."""
+    generator = torch.Generator().manual_seed(seed)
+    w1 = torch.randn(config.vocab_size, config.markov_rank, generator=generator) * config.markov_rank**-0.5
+    w2 = torch.zeros(config.draft_vocab_size or config.vocab_size, config.markov_rank)
+    return {MARKOV_W1: w1, MARKOV_W2: w2}
 
 
 def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[str, Tensor]:

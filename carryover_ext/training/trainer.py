@@ -25,7 +25,15 @@ from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
-from carryover_ext.training.draft_verify_draft import Head, Rejects, block_embeddings, draft_and_verify
+from carryover_ext.training.draft_verify_draft import (
+    MARKOV_W1,
+    MARKOV_W2,
+    Head,
+    Rejects,
+    block_embeddings,
+    draft_and_verify,
+    slot_rows,
+)
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import draft_hidden, encode_rows
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
@@ -47,6 +55,8 @@ class TrainSettings:
     schedule.
     carry_lr: factor on the learning rate of the carryover embedding.
     distill: share of the target's top-k distribution in the labels (the rest is the recorded token).
+    l1: share of the loss that is the L1 distance to the target's top-k distribution (DSpark, arXiv
+        2607.05147: 0.9, with distill 0); the rest is cross-entropy.
     gamma: decay of the slots' weights ``exp(-(k-1)/gamma)``; 0 takes DFlash's value for the block length.
     drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
     cycle, reuse: see the module docstring.
@@ -63,6 +73,7 @@ class TrainSettings:
     weight_decay: float = 0.0
     carry_lr: float = 30.0
     distill: float = 0.5
+    l1: float = 0.0
     gamma: float = 0.0
     drop_segment: float = 0.1
     cycle: int = 8
@@ -77,6 +88,8 @@ class TrainSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr}: must be positive and finite")
+        if not 0 <= self.l1 <= 1:
+            raise ValueError(f"l1={self.l1}: must be a share between 0 and 1")
         if not 0 <= self.gamma < math.inf:
             raise ValueError(f"gamma={self.gamma}: must be positive, or 0 for the value of DFlash")
 
@@ -91,12 +104,14 @@ def check_trainable(config: DrafterConfig, names: Iterable[str]) -> None:
         "rope_parameters (scaled positions)": (config.rope_parameters or {}).get("rope_type", "default")
         != "default",
         "mask_embedding": "mask_embedding" in names,
+        "markov_head_type": config.markov_rank > 0 and config.markov_head_type != "vanilla",
+        "enable_confidence_head": config.enable_confidence_head,
     }
     found = [name for name, there in unsupported.items() if there]
     if found:
         raise ValueError(
-            f"config: {', '.join(found)} cannot be trained yet; start from full layers, full and unscaled rotary "
-            "and the target's own mask token"
+            f"config: {', '.join(found)} cannot be trained yet; start from full layers, full and unscaled "
+            "rotary, the target's own mask token, and no head or the vanilla Markov head"
         )
 
 
@@ -165,10 +180,10 @@ class Trainer:
         """The master weights in the target's dtype, still attached to the graph."""
         return {k: v.to(self.head.embed.dtype) for k, v in self.master.items()}
 
-    def _labels(self, batch: Batch, anchors: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Head rows ``[S,N,b-1,k+1]``, probabilities, weights ``[S,N,b-1]`` and labels ``[S,N,b-1]`` of
-        all slots."""
-        positions, inside = slot_labels(batch, anchors, self.config.block_size)
+    def _labels(self, batch: Batch, anchors: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
+        """Head rows ``[S,N,K,k+1]``, probabilities, weights ``[S,N,K]``, labels ``[S,N,K]`` of all slots, and
+        the target's distribution over the same head rows."""
+        positions, inside = slot_labels(batch, anchors, self.config.verify_rows)
         inside = inside & valid[..., None]
         label = self.head.index[gather_rows(batch.ids, positions)]
         soft_ids = self.head.index[gather_rows(batch.top_ids, positions - 1)]
@@ -178,8 +193,9 @@ class Trainer:
         hard = (label >= 0).float()[..., None] * (1 - alpha)
         ids = torch.cat([label[..., None], soft_ids], -1).clamp(min=0)
         probs = torch.cat([hard, soft * alpha], -1)
-        weights = slot_weights(self.config.block_size, self.settings.gamma or None) * inside
-        return ids, probs, weights, torch.where(inside, label, -2)
+        weights = slot_weights(self.config.verify_rows, self.settings.gamma or None) * inside
+        soft = torch.nn.functional.pad(soft, (1, 0))
+        return ids, probs, weights, torch.where(inside, label, -2), soft
 
     # -- one step
     # ----------------------------------------------------------------------------------------------------
@@ -199,12 +215,25 @@ class Trainer:
             if config.carry_positions == "shifted":
                 positions = positions + 1
         hidden = draft_hidden(p, config, context, anchors, embeds, carried, positions, mask)
-        ids, probs, weights, label = self._labels(batch, anchors, valid)
+        ids, probs, weights, label, soft = self._labels(batch, anchors, valid)
         rows = weights.view(-1) > 0
-        flat = hidden[:, :, 1:].reshape(-1, hidden.shape[-1])[rows]
+        flat = slot_rows(config, hidden).reshape(-1, hidden.shape[-1])[rows]
         k = ids.shape[-1]
+        latent = w2 = None
+        if config.markov_rank > 0:  # teacher-forced: the bias of the recorded token before each slot
+            before, _ = slot_labels(batch, anchors - 1, config.verify_rows)
+            latent = p[MARKOV_W1][gather_rows(batch.ids, before).view(-1)[rows]]
+            w2 = p[MARKOV_W2]
         loss, best = soft_cross_entropy(
-            flat, self.head.head, ids.view(-1, k)[rows], probs.view(-1, k)[rows], weights.view(-1)[rows]
+            flat,
+            self.head.head,
+            ids.view(-1, k)[rows],
+            probs.view(-1, k)[rows],
+            weights.view(-1)[rows],
+            latent=latent,
+            w2=w2,
+            soft=soft.view(-1, k)[rows],
+            l1=self.settings.l1,
         )
         hit = torch.zeros(label.shape, dtype=torch.bool)
         hit.view(-1)[rows] = best == label.view(-1)[rows]
@@ -292,7 +321,8 @@ class Trainer:
         """
         state = load_saved(path)
         mine = asdict(self.settings)
-        changed = {k: (state["settings"].get(k), v) for k, v in mine.items() if state["settings"].get(k) != v}
+        begun = asdict(TrainSettings()) | state["settings"]  # a setting of a later version had its default
+        changed = {k: (begun[k], v) for k, v in mine.items() if begun[k] != v}
         if changed:
             raise ValueError(
                 f"state: {path} was written with other settings {changed}; use a new --out folder"
