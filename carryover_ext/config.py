@@ -24,6 +24,15 @@ CARRY_EMBED_AT = ("pre_norm", "post_norm")
 CARRY_POSITIONS = ("verify", "shifted")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 DSPARK = "Qwen3DSparkModel"
+DSPARK_KEYS = frozenset(
+    [
+        "sample_from_anchor",
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+    ]
+)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # Keys of Hugging Face configs that say nothing about how the drafter computes. They are kept and written
@@ -367,25 +376,18 @@ class DrafterConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The layout of config.json: the inverse of :meth:`from_dict`."""
-        nested_names = {"causal", "input_embedding_scale", "final_logit_softcapping"}
-        dspark_names = {
-            "markov_rank",
-            "markov_head_type",
-            "enable_confidence_head",
-            "confidence_head_with_markov",
-        }
         dspark = DSPARK in self.architectures
-        if not dspark:  # the keys of a DSpark config stay out of others while they say nothing
+        nested_names = {"causal", "input_embedding_scale", "final_logit_softcapping"}
+        if not dspark:
             nested_names |= {"mask_token_id", "target_layer_ids", "sample_from_anchor"}
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
         out: dict[str, Any] = {}
         nested: dict[str, Any] = {}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.name in ("extra", "carryover_config") or value is None:
                 continue
-            if not dspark and f.name in dspark_names | {"sample_from_anchor"} and value == defaults[f.name]:
-                continue
+            if f.name in DSPARK_KEYS and not dspark and value == f.default:
+                continue  # says nothing in a DFlash config
             (nested if f.name in nested_names else out)[f.name] = value
         out.update(self.extra)
         if nested:

@@ -153,9 +153,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLINGS))
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_sampled_output_has_the_target_law(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *(("on", name) for name in sorted(SAMPLINGS)),
+        *((kind, name) for kind in sorted(set(KINDS) - {"on"}) for name in ("t0.7", "top-k")),
+        ("reduced-head", "greedy-drafts"),
+        ("off", "cold-drafts"),
+    ],
+)
+def test_sampled_output_has_the_target_law(kind: str, name: str) -> None:
     target = tiny_target(vocab=SMALL, layers=2, hidden=16)
     changes = {"target_layer_ids": [0, 1], "head_dim": 8, "block_size": 3, **KINDS[kind]}
     drafter = tiny_drafter(target, MarkovDrafter, **{**markov(), **changes})
@@ -210,13 +217,41 @@ def test_save_and_load(tmp_path: Path, variant: str) -> None:
     assert all(torch.equal(a, two.state_dict()[k]) for k, a in one.state_dict().items())
 
 
+def test_a_reduced_vocabulary_is_written_as_vllm_reads_it(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    drafter = bound("reduced-head")
+    drafter.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    ids = tensors["d2t"] + torch.arange(9)  # vLLM: draft_ids + d2t[draft_ids]
+    assert torch.equal(ids, drafter.d2t) and torch.equal(tensors["t2d"].nonzero()[:, 0], ids)
+    assert torch.equal(tensors["lm_head.weight"], tiny_target().lm_head.weight[ids])
+    save_file({k: v for k, v in tensors.items() if k != "t2d"} | {"d2t": ids}, path)
+    assert torch.equal(load_drafter(tmp_path).d2t, ids)
+    save_file(tensors | {"t2d": ~tensors["t2d"]}, path)
+    with pytest.raises(ValueError, match="d2t and t2d list different tokens"):
+        load_drafter(tmp_path)
+
+
+def test_compiled_draft_equals_eager() -> None:
+    drafter = bound("reduced-head")
+    drafter.pack()
+    cache = drafter.new_cache(2, 20)
+    drafter.commit(cache, torch.randn(6, 64), None, int32(0, 3, 6), int32(2, 2))
+    anchor = torch.tensor([1, 2])
+    with torch.no_grad():
+        compiled = torch.compile(drafter.draft, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(cache, anchor).tokens, drafter.draft(cache, anchor).tokens)
+
+
 def test_the_class_follows_the_config(tmp_path: Path) -> None:
     tiny_drafter(tiny_target()).save_pretrained(tmp_path)
     assert type(load_drafter(tmp_path)) is DFlashDrafter
-    with pytest.raises(ValueError, match=r"markov_rank=0: .* load_drafter"):
+    with pytest.raises(ValueError, match=r"markov_rank=0: .*load_drafter"):
         MarkovDrafter.from_pretrained(tmp_path)
     bound("vanilla-dflash").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"markov_rank=6: .* load_drafter"):
+    with pytest.raises(ValueError, match=r"markov_rank=6: .*load_drafter"):
         DFlashDrafter.from_pretrained(tmp_path)
 
 

@@ -18,7 +18,9 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
-    """All tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` lists."""
+    """All tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` lists; see
+    :func:`reduced_vocabulary` for ``d2t``.
+    """
     folder = Path(directory)
     names = [WEIGHTS]
     if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
@@ -40,7 +42,23 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
             tensors.update(load_file(path))
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{path}: corrupt or incomplete ({error}); fetch the file again") from error
+    mask = tensors.pop("t2d", None)
+    if mask is not None and "d2t" in tensors:
+        tensors["d2t"] = tensors["d2t"] + torch.arange(tensors["d2t"].numel())
+        if not torch.equal(tensors["d2t"], mask.nonzero()[:, 0]):
+            raise ValueError(f"directory={str(folder)!r}: d2t and t2d list different tokens; fetch it again")
     return tensors
+
+
+def reduced_vocabulary(ids: Tensor, vocab_size: int, head: Tensor | None) -> dict[str, Tensor]:
+    """Tensors of a reduced draft vocabulary in the form of EAGLE-3, which vLLM reads for DSpark: ``d2t [Vd]``
+    holds target id minus row, ``t2d [V]`` marks the tokens, and ``lm_head.weight [Vd, H]`` repeats their rows
+    of the target's head. Without a ``t2d`` beside it, ``d2t`` holds target ids.
+    """
+    mask = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
+    mask[ids] = True
+    tensors = {"d2t": ids - torch.arange(ids.numel(), device=ids.device), "t2d": mask}
+    return tensors if head is None else tensors | {"lm_head.weight": head}
 
 
 def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:

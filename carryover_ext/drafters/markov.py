@@ -7,12 +7,15 @@ anchor-first.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..acceptance import Sampling, probabilities, sample, uniforms
 from ..config import DrafterConfig
+from .checkpoint import reduced_vocabulary, write_tensors
 from .dflash import DFlashDrafter, Drafts
 
 
@@ -79,6 +82,14 @@ class MarkovDrafter(DFlashDrafter):
                 "markov_rank=0: the checkpoint has no Markov head; load it with "
                 "carryover_ext.drafters.load_drafter"
             )
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """As :meth:`DFlashDrafter.save_pretrained`; the rows of a reduced head are written when bound."""
+        self.config.save_pretrained(directory)
+        tensors = self.state_dict()
+        if self.d2t is not None:
+            tensors |= reduced_vocabulary(self.d2t, self.config.vocab_size, self._head)
+        write_tensors(directory, tensors)
 
     def _propose(
         self, hidden: Tensor, anchor: Tensor, sampling: Sampling, generator: torch.Generator | None
