@@ -30,7 +30,8 @@ from rich.table import Table
 from carryover_ext import ops, reference
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
-OPS = ("gather_rejected", "project_kv", "commit_and_carry", "segment_attention", "accept")
+OPS = ("gather_rejected", "project_kv", "commit_and_carry", "segment_attention", "accept", "markov_sample")
+MARKOV_RANK = 256
 
 
 @dataclass(frozen=True)
@@ -227,11 +228,34 @@ def bench_accept(shape: Shape) -> Iterator[Bench]:
         )  # fmt: skip
 
 
+def bench_markov(shape: Shape) -> Iterator[Bench]:
+    m, batch, steps = shape.model, shape.batch, shape.rows - 1
+    logits = shape.tensor(batch, steps, m.vocab)
+    w1, w2 = (shape.tensor(m.vocab, MARKOV_RANK, scale=MARKOV_RANK**-0.25) for _ in "12")
+    prev, u = torch.randint(0, m.vocab, (batch,)), torch.rand(batch, steps)
+    for temperature in (0.0, 1.0):
+        args = (logits, prev, w1, w2, None, u, temperature, temperature > 0)
+        written = 4 * logits.numel() if temperature > 0 else 0
+        yield Bench(
+            "markov_sample", "greedy" if temperature == 0 else "sampled", shape.dtype,
+            lambda args=args: ops.markov_sample(*args), lambda args=args: reference.markov_sample(*args),
+            steps * size(w2) + size(logits) + written, 2.0 * logits.numel() * MARKOV_RANK,
+            setting=shape.describe(vocab=m.vocab, temperature=temperature, rank=MARKOV_RANK),
+            compiled=lambda args=args: compiled("markov_sample")(*args),
+        )  # fmt: skip
+
+
 def rows_of(op: str, shape: Shape, contexts: tuple[int, ...]) -> Iterator[Bench]:
     if op == "segment_attention":
         return bench_attention(shape, contexts)
-    makers = {"gather_rejected": bench_gather, "project_kv": bench_project, "commit_and_carry": bench_commit}
-    return makers.get(op, bench_accept)(shape)
+    makers = {
+        "gather_rejected": bench_gather,
+        "project_kv": bench_project,
+        "commit_and_carry": bench_commit,
+        "accept": bench_accept,
+        "markov_sample": bench_markov,
+    }
+    return makers[op](shape)
 
 
 def measure(bench: Bench, ceilings: Ceilings, seconds: float, compile_it: bool) -> dict:
