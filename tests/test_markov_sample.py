@@ -178,6 +178,20 @@ def test_results_do_not_depend_on_the_batch(level: str) -> None:
             assert_equal(one, many[i : i + 1])
 
 
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_results_do_not_depend_on_the_threads(temperature: float) -> None:
+    case = Case(3, 4, 5003, 64, torch.bfloat16, True)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = case.run(ops.markov_sample, temperature, True)
+        torch.set_num_threads(3)
+        for one, many in zip(alone, case.run(ops.markov_sample, temperature, True), strict=True):
+            assert_equal(one, many)
+    finally:
+        torch.set_num_threads(threads)
+
+
 # ---- the law of what comes out -------------------------------------------------------------------
 
 SMALL, STEPS, ROUNDS = 6, 3, 60_000

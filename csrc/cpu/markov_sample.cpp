@@ -38,13 +38,6 @@ struct Call {
   float* out_probs;        // [B, K, Vd] or null
 };
 
-float widen(uint16_t bits) {
-  const uint32_t u = static_cast<uint32_t>(bits) << 16;
-  float f;
-  std::memcpy(&f, &u, 4);
-  return f;
-}
-
 // The drawn entry of request b and the scale of each block. Nothing has weight: the first entry, for certain.
 struct Draw {
   int64_t index;
@@ -105,7 +98,9 @@ void sample_float(const Call& c) {
   if (n == 0) return;
   std::vector<int64_t> prev(n), index;
   for (int64_t i = 0; i < n; ++i) prev[i] = c.prev[live[i]];
-  std::vector<float> latent(n * c.rank), top(blocks * n), scale, scratch;
+  const size_t element = c.dtype == DType::kBFloat16 ? 2 : 4, row_bytes = c.rank * element;
+  std::vector<char> latent(n * row_bytes);
+  std::vector<float> top(blocks * n), scale, scratch;
   std::vector<double> sum;
   MarkovParams p = {};
   p.dtype = c.dtype, p.batch = n, p.vocab = c.vocab, p.rank = c.rank;
@@ -126,16 +121,11 @@ void sample_float(const Call& c) {
     index.resize(blocks * n);
     p.block_index = index.data();
   }
-  const size_t element = c.dtype == DType::kBFloat16 ? 2 : 4;
   // Work items that a thread is worth waking for: about 64 thousand multiply-adds.
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / (kMarkovBlock * c.rank * n));
   for (int64_t k = 0; k < c.steps; ++k) {
-    for (int64_t i = 0; i < n; ++i) {
-      const char* row = static_cast<const char*>(c.w1) + prev[i] * c.rank * element;
-      for (int64_t j = 0; j < c.rank; ++j)
-        latent[i * c.rank + j] = element == 2 ? widen(reinterpret_cast<const uint16_t*>(row)[j])
-                                              : reinterpret_cast<const float*>(row)[j];
-    }
+    for (int64_t i = 0; i < n; ++i)
+      std::memcpy(&latent[i * row_bytes], static_cast<const char*>(c.w1) + prev[i] * row_bytes, row_bytes);
     p.logits = static_cast<const char*>(c.logits) + k * c.logits_step * element;
     if (c.out_probs) p.weights = c.out_probs + k * c.vocab;
     torch::stable::parallel_for(0, blocks, grain,

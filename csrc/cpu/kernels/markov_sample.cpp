@@ -10,45 +10,113 @@ namespace CARRYOVER_LEVEL {
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
-constexpr int kRows = 4;  // rows of w2 in a tile
+constexpr int kRows = 4;  // rows of w2 in a tile, at most four (see reduce)
 #if defined(__AVX512F__)
 constexpr int kRequests = 4;  // requests in a tile: kRows * kRequests accumulators
 #else
 constexpr int kRequests = 2;
 #endif
+// GCC keeps a tile in registers only when its loops are unrolled early. Plain lanes are loops themselves.
+#if defined(__AVX2__)
+#define UNROLL _Pragma("GCC unroll 4")
+#else
+#define UNROLL
+#endif
+
+// Sums of the lanes of a tile.
+template <int R, int N>
+void reduce(const Vec (&sum)[R][N], float (&out)[R][N]) {
+  UNROLL
+  for (int j = 0; j < N; ++j) {
+#if defined(__AVX2__)
+    __m256 y[4];  // four rows at a time: half of the shuffles of four reduce_add
+    for (int i = R; i < 4; ++i) y[i] = _mm256_setzero_ps();
+    UNROLL
+    for (int i = 0; i < R; ++i) {
+#if defined(__AVX512F__)
+      y[i] = _mm256_add_ps(_mm512_castps512_ps256(sum[i][j].v),
+                           _mm512_maskz_extractf32x8_ps(0xff, sum[i][j].v, 1));
+#else
+      y[i] = sum[i][j].v;
+#endif
+    }
+    const __m256 both = _mm256_hadd_ps(_mm256_hadd_ps(y[0], y[1]), _mm256_hadd_ps(y[2], y[3]));
+    float four[4];
+    _mm_storeu_ps(four, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
+    UNROLL
+    for (int i = 0; i < R; ++i) out[i][j] = four[i];
+#else
+    for (int i = 0; i < R; ++i) out[i][j] = reduce_add(sum[i][j]);
+#endif
+  }
+}
 
 // out[i][j] = w[i] . latent[j]
 template <int R, int N, class T>
-void dots(const T* w, const float* latent, int64_t rank, float (&out)[R][N]) {
+void dots(const T* w, const T* latent, int64_t rank, float (&out)[R][N]) {
   constexpr int W = Vec::kWidth;
   Vec sum[R][N];
-  for (int i = 0; i < R; ++i)
+  UNROLL
+  for (int i = 0; i < R; ++i) {
+    UNROLL
     for (int j = 0; j < N; ++j) sum[i][j] = Vec::zero();
+  }
   int64_t c = 0;
   for (; c + W <= rank; c += W) {
     Vec x[N];
+    UNROLL
     for (int j = 0; j < N; ++j) x[j] = Vec::load(latent + j * rank + c);
+    UNROLL
     for (int i = 0; i < R; ++i) {
       const Vec row = Vec::load(w + i * rank + c);
+      UNROLL
       for (int j = 0; j < N; ++j) sum[i][j] = fmadd(row, x[j], sum[i][j]);
     }
   }
   if (c < rank) {
     const int rest = static_cast<int>(rank - c);
+    UNROLL
     for (int i = 0; i < R; ++i) {
       const Vec row = Vec::load(w + i * rank + c, rest);
+      UNROLL
       for (int j = 0; j < N; ++j) sum[i][j] = fmadd(row, Vec::load(latent + j * rank + c, rest), sum[i][j]);
     }
   }
-  for (int i = 0; i < R; ++i)
-    for (int j = 0; j < N; ++j) out[i][j] = reduce_add(sum[i][j]);
+  reduce(sum, out);
 }
+
+#if defined(__AVX512BF16__)
+// Products of bfloat16 pairs without widening.
+template <int R, int N>
+void dots(const bf16* w, const bf16* latent, int64_t rank, float (&out)[R][N]) {
+  Vec sum[R][N];
+  UNROLL
+  for (int i = 0; i < R; ++i) {
+    UNROLL
+    for (int j = 0; j < N; ++j) sum[i][j] = Vec::zero();
+  }
+  for (int64_t c = 0; c < rank; c += 32) {
+    const __mmask32 some = rank - c < 32 ? (1u << (rank - c)) - 1u : 0xffffffffu;
+    __m512bh x[N];
+    UNROLL
+    for (int j = 0; j < N; ++j) x[j] = (__m512bh)_mm512_maskz_loadu_epi16(some, latent + j * rank + c);
+    UNROLL
+    for (int i = 0; i < R; ++i) {
+      const __m512bh row = (__m512bh)_mm512_maskz_loadu_epi16(some, w + i * rank + c);
+      UNROLL
+      for (int j = 0; j < N; ++j) sum[i][j].v = _mm512_dpbf16_ps(sum[i][j].v, row, x[j]);
+    }
+  }
+  reduce(sum, out);
+}
+#endif
 
 // R rows of w2 from `row` on, N requests from `first` on.
 template <int R, int N, class T>
 void tile(const MarkovParams& p, int64_t block, int64_t row, int64_t first) {
   float bias[R][N];
-  dots<R, N>(static_cast<const T*>(p.w2) + row * p.rank, p.latent + first * p.rank, p.rank, bias);
+  dots<R, N>(static_cast<const T*>(p.w2) + row * p.rank, static_cast<const T*>(p.latent) + first * p.rank,
+             p.rank, bias);
   for (int j = 0; j < N; ++j) {
     const int64_t b = first + j, r = p.request[b];
     const T* base = static_cast<const T*>(p.logits) + r * p.logits_batch + row;
