@@ -214,7 +214,7 @@ def stream(
 
     Args:
         target: a Transformers causal model or a :class:`TappedTarget` with the drafter's taps.
-        drafter: a :class:`DFlashDrafter`, or None for plain decoding.
+        drafter: one of :mod:`carryover_ext.drafters`, or None for plain decoding.
         input_ids: prompts; see :func:`as_prompts`.
         max_new_tokens: one number, or one for each request; cut where the target's positions end.
         temperature, top_k, top_p, draft_temperature: see :class:`carryover_ext.acceptance.Sampling`. 0 is
