@@ -58,7 +58,7 @@ def _replay(
     b, config = arm.config.block_size, arm.config
     s = len(categories)
     context = encode_rows(arm.params, config, batch.features)
-    prefix = target.prefix(batch.ids)[2] if arm.carry else None
+    prefix = target.prefix_kv(batch.ids) if arm.carry else None
     anchor = batch.prompt_lens.clone()
     rejected: Tensor | None = None
     positions: Tensor | None = None
