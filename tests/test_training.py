@@ -426,6 +426,7 @@ def test_replay_equals_the_engine(model, recorded):
         assert rounds > 20
         assert sum(tallies[name].rounds.values()) == rounds
         assert sum(tallies[name].committed.values()) == committed
+        assert tuple(map(sum, zip(*tallies[name].recordings, strict=True))) == (committed, rounds)
 
 
 @pytest.mark.parametrize(
@@ -487,7 +488,7 @@ def test_recordings_of_other_settings_are_refused(tmp_path, change):
 
 def test_damaged_manifest_names_its_file(tmp_path):
     (tmp_path / "manifest.json").write_text('{"tempera')
-    with pytest.raises(ValueError, match="manifest.json: damaged"):
+    with pytest.raises(ValueError, match=r"manifest\.json: damaged"):
         record([PromptIds("c", "s", [1])], lambda p, first: [([1], "stop")], tmp_path, settings={})
 
 

@@ -82,7 +82,7 @@ class TrainSettings:
 
 
 def check_trainable(config: DrafterConfig, names: Iterable[str]) -> None:
-    """ValueError for what a checkpoint (tensors ``names``) may have and the training forward does not compute."""
+    """ValueError for what a checkpoint (with tensors ``names``) may have and training does not compute."""
     layers = range(config.num_hidden_layers)
     unsupported = {
         "sliding_window": any(config.layer_window(i) for i in layers),
@@ -95,8 +95,8 @@ def check_trainable(config: DrafterConfig, names: Iterable[str]) -> None:
     found = [name for name, there in unsupported.items() if there]
     if found:
         raise ValueError(
-            f"config: {', '.join(found)} cannot be trained yet; start from full layers, full and unscaled rotary "
-            "and the target's own mask token"
+            f"config: {', '.join(found)} cannot be trained yet; start from full layers, full and unscaled "
+            "rotary and the target's own mask token"
         )
 
 
