@@ -168,7 +168,7 @@ def checkpoint_folder(settings: Settings, which: str) -> Path:
         where = (
             f"the repository carries drafters only for: {', '.join(known)}"
             if known
-            else "trained drafters are in a checkout of the repository (carryover_ext/checkpoints), not in the wheel"
+            else "a wheel carries none; a checkout of the repository does (carryover_ext/checkpoints)"
         )
         raise UserError(
             f"--target {settings.target}: no {which} drafter for it is here; {where}; "

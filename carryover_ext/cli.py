@@ -46,7 +46,7 @@ def block(text: str) -> int:
 
 def add_model_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--target", default=TARGET, help=f"{TARGET}, a Hugging Face folder, or a hub id")
-    parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the one in the repository)")
+    parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the repository's)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--threads", type=positive, help="threads of PyTorch (default: its own choice)")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy (default)")
@@ -62,7 +62,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
 
 def add_bench_arguments(parser: argparse.ArgumentParser, tokens: int, out: str) -> None:
     add_model_arguments(parser, tokens)
-    parser.add_argument("--baseline", help="folder of the baseline drafter (default: the one in the repository)")
+    parser.add_argument("--baseline", help="folder of the baseline drafter (default: the repository's)")
     parser.add_argument("--arms", default=",".join(bench.ARMS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--tasks", help="comma-separated categories of the prompts (default: all)")
     parser.add_argument("--batch", type=positive, default=1, help="prompts decoded together (default 1)")

@@ -105,10 +105,17 @@ def al_gain(records: Sequence[Record], arm: str, over: str, resamples: int = 100
     pairs = [
         (c[arm], c[over]) for c in counts.values() if arm in c and over in c and c[arm][1] and c[over][1]
     ]
-    if not pairs:
-        return None
+    return paired_gain(pairs, resamples) if pairs else None
 
-    def gain(sample: Sequence[tuple[list[int], list[int]]]) -> float:
+
+def paired_gain(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], resamples: int = 2000
+) -> dict[str, float]:
+    """Gain in AL of the first of each pair over the second, with a 95 % interval by bootstrap over the pairs.
+
+    A pair holds ``(committed tokens, rounds)`` of one prompt in two arms."""
+
+    def gain(sample: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
         tokens_a, rounds_a = (sum(a[i] for a, _ in sample) for i in (0, 1))
         tokens_b, rounds_b = (sum(b[i] for _, b in sample) for i in (0, 1))
         return (tokens_a / rounds_a) / (tokens_b / rounds_b) - 1
@@ -262,18 +269,19 @@ def markdown(grid: tuple[list[str], list[list[str]]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(line) + " |" for line in body])
 
 
-def gain_lines(doc: dict[str, Any]) -> list[str]:
-    """One sentence a comparison, for people."""
+def gain_text(arm: str, over: str, gain: dict[str, float], what: str = "prompts") -> str:
+    """One sentence for people about a gain in AL and its interval."""
     names = {"carryover": "Carryover ON", "carryover-off": "Carryover OFF", "dflash": "the baseline drafter"}
-    lines = []
-    for key, gain in doc["al_gain"].items():
-        arm, over = key.split("/")
-        if gain:
-            lines.append(
-                f"AL of {names[arm]} over {names[over]}: {gain['gain']:+.1%} "
-                f"(95 % interval over {gain['prompts']} prompts: {gain['low']:+.1%} to {gain['high']:+.1%})"
-            )
-    return lines
+    return (
+        f"AL of {names[arm]} over {names[over]}: {gain['gain']:+.1%} "
+        f"(95 % interval over {gain['prompts']} {what}: {gain['low']:+.1%} to {gain['high']:+.1%})"
+    )
+
+
+def gain_lines(doc: dict[str, Any]) -> list[str]:
+    """One sentence a comparison."""
+    pairs = ((*key.split("/"), gain) for key, gain in doc["al_gain"].items() if gain)
+    return [gain_text(arm, over, gain) for arm, over, gain in pairs]
 
 
 def equality_lines(doc: dict[str, Any]) -> list[str]:

@@ -163,8 +163,9 @@ def test_blocks_equal_one_forward_each(model):
     ids = torch.randint(0, V, (2, 12), generator=g)
     anchors = torch.tensor([[3, 5, 5, 11], [1, 2, 9, 10]])
     tokens = torch.randint(0, V, (2, 4, 5), generator=g)
-    _, _, prefix = target.prefix(ids)
-    rows = target.blocks(tokens, anchors, prefix)
+    layers = target.decoder.layers
+    rows = target.blocks(tokens, anchors, target.prefix_kv(ids))
+    assert target.decoder.layers is layers
     for i in range(2):
         for j in range(4):
             seq = torch.cat([ids[i, : anchors[i, j]], tokens[i, j]])
@@ -232,7 +233,7 @@ def test_training_forward_equals_the_decoding_drafter(model, recorded, embed_at,
             rows = target.blocks(
                 torch.cat([batch.ids[i, a : a + 1], drafts])[None, None],
                 batch.anchors[i : i + 1, j : j + 1],
-                target.prefix(batch.ids[i : i + 1])[2],
+                target.prefix_kv(batch.ids[i : i + 1]),
             )[0, 0]
             drafter.commit(
                 cache,
@@ -425,6 +426,7 @@ def test_replay_equals_the_engine(model, recorded):
         assert rounds > 20
         assert sum(tallies[name].rounds.values()) == rounds
         assert sum(tallies[name].committed.values()) == committed
+        assert tuple(map(sum, zip(*tallies[name].recordings, strict=True))) == (committed, rounds)
 
 
 @pytest.mark.parametrize(
@@ -486,7 +488,7 @@ def test_recordings_of_other_settings_are_refused(tmp_path, change):
 
 def test_damaged_manifest_names_its_file(tmp_path):
     (tmp_path / "manifest.json").write_text('{"tempera')
-    with pytest.raises(ValueError, match="manifest.json: damaged"):
+    with pytest.raises(ValueError, match=r"manifest\.json: damaged"):
         record([PromptIds("c", "s", [1])], lambda p, first: [([1], "stop")], tmp_path, settings={})
 
 

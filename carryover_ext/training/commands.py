@@ -332,6 +332,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from carryover_ext import report
     from carryover_ext.bench import check_out
     from carryover_ext.pretrained import load_target
     from carryover_ext.training.draft_verify_draft import Head
@@ -387,9 +388,16 @@ def run_evaluate(args: argparse.Namespace) -> int:
     for c in categories:
         table.add_row(c, *(f"{tallies[a.name].acceptance_length(c):.3f}" for a in arms))
     table.add_row("all", *(f"{tallies[a.name].acceptance_length():.3f}" for a in arms))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    gains = {}
+    for base in ("dflash", "carryover-off"):
+        if "carryover" in tallies and base in tallies:
+            pairs = zip(tallies["carryover"].recordings, tallies[base].recordings, strict=True)
+            gains[base] = report.paired_gain([p for p in pairs if p[0][1] and p[1][1]])
+            console.print(report.gain_text("carryover", base, gains[base], "recordings"), soft_wrap=True)
     if args.out:
-        result = {
+        result: dict[str, Any] = {
             name: {
                 "al": t.acceptance_length(),
                 "by_task": {c: t.acceptance_length(c) for c in categories},
@@ -398,5 +406,6 @@ def run_evaluate(args: argparse.Namespace) -> int:
             }
             for name, t in tallies.items()
         }
+        result["gain of carryover over"] = gains
         write_atomic(args.out, json.dumps(result, indent=1) + "\n")
     return 0

@@ -123,9 +123,8 @@ def draft_and_verify(
     following = torch.where(valid, following, batch.prompt_lens[:, None])
     rejects = Rejects(accepted, following, valid)
     if target is not None:
-        _, _, prefix = target.prefix(batch.ids)
-        assert prefix is not None
-        rows = target.blocks(torch.cat([first[..., None], drafts], -1), batch.anchors, prefix)
+        blocks = torch.cat([first[..., None], drafts], -1)
+        rows = target.blocks(blocks, batch.anchors, target.prefix_kv(batch.ids))
         source = accepted[..., None] + 1 + torch.arange(b - 1)  # row of the block
         rejects.mask = (source < b) & valid[..., None]
         source = source.clamp(max=b - 1)

@@ -36,11 +36,12 @@ class Arm:
 
 @dataclass
 class Tally:
-    """Committed tokens and verification rounds by category; hits of slot 1."""
+    """Committed tokens and verification rounds by category, and as pairs by recording; hits of slot 1."""
 
     committed: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     rounds: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     slot1: int = 0
+    recordings: list[tuple[int, int]] = field(default_factory=list)
 
     def acceptance_length(self, category: str | None = None) -> float:
         """Committed tokens / rounds, bonus included, micro-averaged; NaN without rounds."""
@@ -58,15 +59,19 @@ def _replay(
     b, config = arm.config.verify_rows, arm.config
     s = len(categories)
     context = encode_rows(arm.params, config, batch.features)
-    prefix = target.prefix(batch.ids)[2] if arm.carry else None
+    prefix = target.prefix_kv(batch.ids) if arm.carry else None
     anchor = batch.prompt_lens.clone()
     rejected: Tensor | None = None
     positions: Tensor | None = None
     mask = torch.zeros(s, 1, b - 1, dtype=torch.bool)
+    rounds = torch.zeros(s, dtype=torch.int64)
     while True:
         active = anchor < batch.lengths - 1
         if not bool(active.any()):
+            committed = batch.lengths - 1 - batch.prompt_lens
+            tally.recordings += zip(committed.tolist(), rounds.tolist(), strict=True)
             return
+        rounds += active
         at = torch.where(active, anchor, batch.prompt_lens)[:, None]
         first = gather_rows(batch.ids, at)
         embeds = block_embeddings(head, config, first)

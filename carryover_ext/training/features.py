@@ -61,7 +61,7 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
         ids = torch.zeros(n, longest, dtype=torch.int64)
         for j, i in enumerate(picked):
             ids[j, : lengths[i]] = torch.tensor(rows[i].ids)
-        features, hidden, _ = target.prefix(ids, keep_kv=False)
+        features, hidden = target.features(ids)
         for j, i in enumerate(picked):
             first, start, length = len(rows[i].prompt_ids) - 1, int(offsets[i]), lengths[i]
             taps[start : start + length] = features[j, :length]

@@ -50,8 +50,9 @@ class PromptIds:
     ids: list[int]
 
 
-# A backend turns prompt ids into (response ids, finish reason), in order. Its second argument is the place of the
-# first prompt in the whole recording: what it draws depends on the place, not on where a killed run went on.
+# A backend turns prompt ids into (response ids, finish reason), in order. Its second argument is the place
+# of the first prompt in the whole recording: what it draws depends on the place, not on where a killed run
+# went on.
 Backend = Callable[[Sequence[list[int]], int], list[tuple[list[int], str]]]
 
 

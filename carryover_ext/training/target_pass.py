@@ -106,24 +106,32 @@ class TargetPass:
             for h in handles:
                 h.remove()
 
-    @torch.inference_mode()
-    def prefix(self, ids: Tensor, keep_kv: bool = True) -> tuple[Tensor, Tensor, Prefix | None]:
-        """Forward over right-padded sequences ``ids [S, T]``.
+    @contextmanager
+    def _up_to_the_last_tap(self) -> Iterator[None]:
+        """Leaves the layers behind the last tap out: nothing that is asked for needs them."""
+        layers = self.decoder.layers
+        self.decoder.layers = layers[: max(self.tap_ids) + 1]
+        try:
+            yield
+        finally:
+            self.decoder.layers = layers
 
-        Returns:
-            features ``[S, T, F]``, the final normed hidden states ``[S, T, Ht]`` and the K/V of the prefix.
-        """
-        cache = DynamicCache(config=self.model.config) if keep_kv else None
+    @torch.inference_mode()
+    def prefix_kv(self, ids: Tensor) -> Prefix:
+        """K/V of right-padded sequences ``ids [S, T]``, for :meth:`blocks`."""
+        cache = DynamicCache(config=self.model.config)
+        with self._up_to_the_last_tap():
+            self.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+        used = cache.layers[: max(self.tap_ids) + 1]
+        return Prefix([c.keys.transpose(1, 2) for c in used], [c.values.transpose(1, 2) for c in used])
+
+    @torch.inference_mode()
+    def features(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Tapped rows ``[S, T, F]`` and final normed hidden states ``[S, T, Ht]`` of right-padded sequences
+        ``ids [S, T]``."""
         with self._taps() as kept:
-            out = self.decoder(input_ids=ids, past_key_values=cache, use_cache=keep_kv)
-        features = torch.cat([kept[t] for t in self.tap_ids], -1)
-        prefix = None
-        if cache is not None:
-            prefix = Prefix(
-                [layer.keys.transpose(1, 2) for layer in cache.layers],
-                [layer.values.transpose(1, 2) for layer in cache.layers],
-            )
-        return features, out.last_hidden_state, prefix
+            out = self.decoder(input_ids=ids, use_cache=False)
+        return torch.cat([kept[t] for t in self.tap_ids], -1), out.last_hidden_state
 
     @torch.inference_mode()
     def blocks(self, tokens: Tensor, anchors: Tensor, prefix: Prefix) -> Tensor:
@@ -134,7 +142,7 @@ class TargetPass:
         saved = config._attn_implementation
         config._attn_implementation = _NAME
         try:
-            with self._taps() as kept:
+            with self._taps() as kept, self._up_to_the_last_tap():
                 self.decoder(
                     input_ids=tokens.reshape(s, n * b),
                     position_ids=positions,

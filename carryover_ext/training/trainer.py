@@ -95,7 +95,7 @@ class TrainSettings:
 
 
 def check_trainable(config: DrafterConfig, names: Iterable[str]) -> None:
-    """ValueError for what a checkpoint (tensors ``names``) may have and the training forward does not compute."""
+    """ValueError for what a checkpoint (with tensors ``names``) may have and training does not compute."""
     layers = range(config.num_hidden_layers)
     unsupported = {
         "sliding_window": any(config.layer_window(i) for i in layers),
