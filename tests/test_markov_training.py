@@ -230,7 +230,7 @@ def test_train_and_evaluate_commands(tmp_path, capsys):
     assert "--drafter dflash: --init" in capsys.readouterr().err
     run = ["evaluate", *common, f"--recordings={tmp_path}/rec", f"--drafter={tmp_path}/b/checkpoint"]
     assert not main([*run, f"--out={tmp_path}/result.json"])
-    assert set(json.loads((tmp_path / "result.json").read_text())) == {"carryover-off", "carryover"}
+    assert {"carryover-off", "carryover"} <= set(json.loads((tmp_path / "result.json").read_text()))
 
 
 def test_a_head_is_added_to_a_dflash_checkpoint(tmp_path):
