@@ -30,13 +30,28 @@ class Batch:
     valid: Tensor
 
 
-def load_batch(store: FeatureStore, picks: list[int], num_anchors: int, generator: torch.Generator) -> Batch:
+def load_batch(
+    store: FeatureStore,
+    picks: list[int],
+    num_anchors: int,
+    generator: torch.Generator,
+    share: slice = slice(None),
+) -> Batch:
     """Reads sequences and draws anchors without replacement from each response.
+
+    ``share`` is the part of ``picks`` that is read; anchors are drawn for all of them, so that processes that
+    read other parts stay in step.
 
     An anchor is a response token with at least one token after it: the first response token is the anchor
     of the first round (the target's own prefill gave it), and its context is the prompt.
     """
-    rows = [store[i] for i in picks]
+    drawn = []
+    for i in picks:
+        recording = store.recording(i)
+        prompt = len(recording.prompt_ids)
+        order = torch.randperm(len(recording.ids) - 1 - prompt, generator=generator)
+        drawn.append(order[:num_anchors].sort().values + prompt)
+    rows, drawn = [store[i] for i in picks[share]], drawn[share]
     s, t = len(rows), max(len(r.ids) for r in rows)
     width, k = rows[0].features.shape[1], rows[0].top_ids.shape[1]
     ids = torch.zeros(s, t, dtype=torch.int64)
@@ -45,7 +60,7 @@ def load_batch(store: FeatureStore, picks: list[int], num_anchors: int, generato
     top_probs = torch.zeros(s, t, k)
     anchors = torch.zeros(s, num_anchors, dtype=torch.int64)
     valid = torch.zeros(s, num_anchors, dtype=torch.bool)
-    for j, r in enumerate(rows):
+    for j, (r, picked) in enumerate(zip(rows, drawn, strict=True)):
         n = len(r.ids)
         ids[j, :n], features[j, :n], top_ids[j, :n], top_probs[j, :n] = (
             r.ids,
@@ -53,11 +68,8 @@ def load_batch(store: FeatureStore, picks: list[int], num_anchors: int, generato
             r.top_ids,
             r.top_probs,
         )
-        span = n - 1 - r.prompt_len
-        count = min(span, num_anchors)
-        picked = torch.randperm(span, generator=generator)[:count].sort().values + r.prompt_len
-        anchors[j, :count], valid[j, :count] = picked, True
-        anchors[j, count:] = r.prompt_len
+        anchors[j, : len(picked)], valid[j, : len(picked)] = picked, True
+        anchors[j, len(picked) :] = r.prompt_len
     lengths = torch.tensor([len(r.ids) for r in rows])
     prompt_lens = torch.tensor([r.prompt_len for r in rows])
     return Batch(ids, lengths, prompt_lens, features, top_ids, top_probs, anchors, valid)

@@ -118,7 +118,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(name, type=type(f.default), default=f.default)
 
 
-def _progress(title: str) -> Any:
+def _progress(title: str, console: Any = None) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
@@ -127,6 +127,7 @@ def _progress(title: str) -> Any:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
+        console=console,
     )
 
 
@@ -233,9 +234,12 @@ def save_checkpoint(
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from carryover_ext.drafters.checkpoint import check_target
     from carryover_ext.pretrained import load_target
     from carryover_ext.training import cost, initial
+    from carryover_ext.training.distributed import from_environment
     from carryover_ext.training.draft_verify_draft import MARKOV_W1, Head
     from carryover_ext.training.target_pass import TargetPass
     from carryover_ext.training.trainer import train
@@ -248,6 +252,9 @@ def run_train(args: argparse.Namespace) -> int:
     target = TargetPass(model, config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     check_target(config, target.embed, target.head, layers, hidden, None)
+    ranks = from_environment()
+    if not ranks.first:
+        ranks.barrier()  # the first process makes what the others read: features and the start
     folder = _features(args, target)
     store = _store(args.recordings, folder, holdout=False)
     start = args.out / "start.pt"
@@ -274,8 +281,10 @@ def run_train(args: argparse.Namespace) -> int:
             weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
         args.out.mkdir(parents=True, exist_ok=True)
         save_atomic(start, {"weights": weights, "vocab": vocab, "rms": rms, "config": config.to_dict()})
+    if ranks.first:
+        ranks.barrier()
     head = Head.make(target, vocab)
-    trainer = Trainer(config, weights, 1 / rms, head, store, settings, target)
+    trainer = Trainer(config, weights, 1 / rms, head, store, settings, target, ranks)
     length = sum(len(store.recording(i).ids) for i in range(len(store))) // len(store)
     operations = cost.step_operations(
         config,
@@ -287,15 +296,17 @@ def run_train(args: argparse.Namespace) -> int:
     )
     ceiling = cost.matrix_rate()
     checkpoint = args.out / "checkpoint"
-    print(
-        f"{len(store)} recordings; a step: {operations / 1e9:.0f} GFLOP, ceiling {ceiling / 1e9:.0f} GFLOP/s"
+    console = Console(quiet=not ranks.first)
+    console.print(
+        f"{len(store)} recordings; a step: {operations / 1e9:.0f} GFLOP, ceiling of a process "
+        f"{ceiling / 1e9:.0f} GFLOP/s"
     )
-    with _progress("training") as bar:
+    with _progress("training", console) as bar:
         task = bar.add_task("training", total=settings.steps, note="")
 
         def show(row: dict[str, float]) -> None:
             steps = row["steps"]
-            share = operations * steps / (row["seconds"] - row["verify_seconds"]) / ceiling
+            share = operations * steps / ranks.size / (row["seconds"] - row["verify_seconds"]) / ceiling
             first = (
                 f"AL #1 {row['al_first']:.3f}, #2 {row['al']:.3f}"
                 if "al_first" in row
@@ -312,7 +323,8 @@ def run_train(args: argparse.Namespace) -> int:
             save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, head.head)
 
         train(trainer, args.out, show, save, args.save_every)
-    print(f"trained {settings.steps} steps; checkpoint in {checkpoint}")
+    console.print(f"trained {settings.steps} steps; checkpoint in {checkpoint}", soft_wrap=True)
+    ranks.close()
     return 0
 
 

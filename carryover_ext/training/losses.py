@@ -92,6 +92,7 @@ def soft_cross_entropy(
     w2: Tensor | None = None,
     soft: Tensor | None = None,
     l1: float = 0.0,
+    total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted cross-entropy of ``hidden @ head.T`` against sparse target distributions.
 
@@ -101,8 +102,8 @@ def soft_cross_entropy(
         ids: ``[M, k]`` int64 indices into the head's rows; ``probs [M, k]`` float32 their target
         probabilities
             (k = 1 and probability 1 is plain cross-entropy).
-        weights: ``[M]`` float32 weight of each row; the loss is the weighted sum divided by the sum of
-        the weights.
+        weights: ``[M]`` float32 weight of each row; the loss is the weighted sum divided by ``total``
+            (None: the sum of the weights; with several processes it is that of all of them).
         latent: ``[M, r]`` and w2 ``[Vd, r]``: the Markov bias ``latent @ w2.T`` on the logits, None: no bias.
         soft: ``[M, k]`` float32, a distribution over ``ids`` (zero where an id is not meant).
         l1: share of the loss that is the L1 distance to ``soft`` (DSpark: 0.9); the rest is cross-entropy.
@@ -110,8 +111,8 @@ def soft_cross_entropy(
     Returns:
         The loss (scalar) and the argmax of every row ``[M]``.
     """
-    total = weights.sum().clamp(min=1e-6)
+    weights = weights / (weights.sum() if total is None else total).clamp(min=1e-6)
     loss, best = _ChunkedCrossEntropy.apply(
-        hidden, head, latent, w2, ids, probs, weights / total, soft if l1 > 0 else None, l1, chunk
+        hidden, head, latent, w2, ids, probs, weights, soft if l1 > 0 else None, l1, chunk
     )
     return loss, best

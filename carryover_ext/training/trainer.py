@@ -25,6 +25,7 @@ from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
+from carryover_ext.training.distributed import Ranks
 from carryover_ext.training.draft_verify_draft import (
     MARKOV_W1,
     MARKOV_W2,
@@ -123,6 +124,7 @@ class Trainer:
         ``fc``.
         feature_scale: ``[F]`` factor on tapped rows.
         target: needed for ``carryover`` only.
+        ranks: the processes that share each batch.
     """
 
     def __init__(
@@ -134,7 +136,13 @@ class Trainer:
         store: FeatureStore,
         settings: TrainSettings,
         target: TargetPass | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or Ranks()
+        if settings.sequences % self.ranks.size:
+            raise ValueError(
+                f"sequences={settings.sequences}: must be a multiple of the {self.ranks.size} processes"
+            )
         check_trainable(config, parameters)
         if settings.objective == "carryover" and (target is None or "carryover_embedding" not in parameters):
             raise ValueError(
@@ -199,9 +207,9 @@ class Trainer:
 
     # -- one step
     # ----------------------------------------------------------------------------------------------------
-    def loss(self, batch: Batch, rejects: Rejects | None) -> tuple[Tensor, float, Tensor]:
-        """Loss at the anchors of ``batch`` (plain) or where ``rejects`` left off; AL estimate; first-slot
-        hits."""
+    def loss(self, batch: Batch, rejects: Rejects | None) -> tuple[Tensor, Tensor]:
+        """This process's part of the loss at the anchors of ``batch`` (plain) or where ``rejects`` left off;
+        sums over its anchors ``[3]``: estimated lengths, first-slot hits, anchors."""
         p, config = self.compute_weights(), self.config
         anchors, valid = (batch.anchors, batch.valid) if rejects is None else (rejects.anchors, rejects.valid)
         context = encode_rows(p, config, batch.features * self.feature_scale)
@@ -210,7 +218,9 @@ class Trainer:
         if rejects is not None and rejects.features is not None:
             assert rejects.mask is not None and rejects.positions is not None
             carried = encode_rows(p, config, rejects.features * self.feature_scale, carried=True)
-            keep = torch.rand(anchors.shape, generator=self.generator) >= self.settings.drop_segment
+            s, n = anchors.shape
+            drawn = torch.rand(s * self.ranks.size, n, generator=self.generator)
+            keep = drawn[self.ranks.share(len(drawn))] >= self.settings.drop_segment
             mask, positions = rejects.mask & keep[..., None], rejects.positions
             if config.carry_positions == "shifted":
                 positions = positions + 1
@@ -224,6 +234,8 @@ class Trainer:
             before, _ = slot_labels(batch, anchors - 1, config.verify_rows)
             latent = p[MARKOV_W1][gather_rows(batch.ids, before).view(-1)[rows]]
             w2 = p[MARKOV_W2]
+        total = weights.sum()
+        self.ranks.sum([total])
         loss, best = soft_cross_entropy(
             flat,
             self.head.head,
@@ -234,11 +246,12 @@ class Trainer:
             w2=w2,
             soft=soft.view(-1, k)[rows],
             l1=self.settings.l1,
+            total=total,
         )
         hit = torch.zeros(label.shape, dtype=torch.bool)
         hit.view(-1)[rows] = best == label.view(-1)[rows]
-        length = 1 + hit.int().cumprod(-1).sum(-1)[valid].float().mean()
-        return loss, float(length), hit[..., 0][valid].float().mean()
+        lengths = 1 + hit.int().cumprod(-1).sum(-1)[valid]
+        return loss, torch.stack([lengths.sum(), hit[..., 0][valid].sum(), valid.sum()]).float()
 
     def _set_lr(self) -> None:
         s = self.settings
@@ -256,16 +269,18 @@ class Trainer:
         s = self.settings
         start = time.perf_counter()
         batches: list[tuple[Batch, Rejects | None]] = []
-        first_al: list[float] = []
+        first = torch.zeros(2)  # tokens of draft #1, anchors
+        share = self.ranks.share(s.sequences)
         for _ in range(s.cycle):
-            batch = load_batch(self.store, self._next_sequences(), s.anchors, self.generator)
+            batch = load_batch(self.store, self._next_sequences(), s.anchors, self.generator, share)
             rejects = None
             if s.objective != "plain":
                 target = self.target if s.objective == "carryover" else None
                 rejects = draft_and_verify(
                     self.compute_weights(), self.config, self.head, batch, target, self.feature_scale
                 )
-                first_al.append(1 + float(rejects.accepted[batch.valid].float().mean()))
+                accepted = rejects.accepted[batch.valid]
+                first += torch.tensor([accepted.sum() + len(accepted), len(accepted)])
             batches.append((batch, rejects))
         made = time.perf_counter() - start
         totals = torch.zeros(3)
@@ -275,12 +290,14 @@ class Trainer:
                 if self.step >= s.steps:
                     break
                 self._set_lr()
-                loss, length, slot1 = self.loss(batch, rejects)
+                loss, sums = self.loss(batch, rejects)
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
+                seen = [loss.detach(), sums]
+                self.ranks.sum([p.grad for p in self.master.values() if p.grad is not None] + seen)
                 torch.nn.utils.clip_grad_norm_(list(self.master.values()), s.clip)
                 self.optimizer.step()
-                totals += torch.tensor([float(loss.detach()), length, float(slot1)])
+                totals += torch.stack([seen[0], *(sums[:2] / sums[2].clamp(min=1))])
                 self.step += 1
                 taken += 1
         means = (totals / max(1, taken)).tolist()
@@ -293,8 +310,9 @@ class Trainer:
             "seconds": time.perf_counter() - start,
             "verify_seconds": made,
         }
-        if first_al:
-            result["al_first"] = sum(first_al) / len(first_al)
+        if s.objective != "plain":
+            self.ranks.sum([first])
+            result["al_first"] = float(first[0] / first[1].clamp(min=1))
         if "carryover_embedding" in self.master:
             result["carry_norm"] = float(self.master["carryover_embedding"].detach().norm())
         return result
@@ -352,12 +370,15 @@ def train(
     """Runs to the end, resuming from ``out/state.pt``; the curve goes to ``out/curve.jsonl``.
 
     ``on_cycle`` gets the means of each cycle, ``on_save`` is called after each saved state (every
-    ``save_every`` seconds).
+    ``save_every`` seconds). Of several processes the first one writes.
     """
+    first = trainer.ranks.first
     out.mkdir(parents=True, exist_ok=True)
     state, curve = out / "state.pt", out / "curve.jsonl"
     if state.exists():
         trainer.load_state(state)
+        trainer.ranks.barrier()  # all have read the state before the first one writes
+    if state.exists() and first:
         lines = curve.read_text(encoding="utf-8").splitlines() if curve.exists() else []
         kept = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may leave half a line
         write_atomic(curve, "".join(json.dumps(r) + "\n" for r in kept if r["step"] <= trainer.step))
@@ -366,6 +387,8 @@ def train(
     saved = time.monotonic()
     while trainer.step < trainer.settings.steps:
         row = trainer.run_cycle()
+        if not first:
+            continue
         with open(curve, "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
         on_cycle(row)
