@@ -66,3 +66,17 @@ class Guarded:
     def check(self) -> None:
         assert (self._whole[: self.PAD] == 7).all(), "wrote before the tensor"
         assert (self._whole[-self.PAD :] == 7).all(), "wrote behind the tensor"
+
+
+def chi_square(counts: Tensor, law: Tensor) -> float:
+    """p-value of observed counts under a law; cells with an expectation under 5 are put together."""
+    expected = law.double() * counts.sum()
+    small = expected < 5
+    observed = counts.double()
+    cells_e, cells_o = expected[~small], observed[~small]
+    if bool(small.any()) and float(expected[small].sum()) > 0:
+        cells_e = torch.cat([cells_e, expected[small].sum()[None]])
+        cells_o = torch.cat([cells_o, observed[small].sum()[None]])
+    statistic = ((cells_o - cells_e) ** 2 / cells_e).sum()
+    freedom = torch.tensor((cells_e.numel() - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, statistic / 2))

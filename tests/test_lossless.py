@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from tiny import FAMILIES, Steered, chi_square, plain, prompts, replay, tiny_drafter, tiny_target
+from compare import chi_square
+from tiny import FAMILIES, Steered, plain, prompts, replay, tiny_drafter, tiny_target
 from torch import Tensor
 
 from carryover_ext.acceptance import Sampling, probabilities

@@ -365,17 +365,3 @@ def replay(drafter: Steered, target: TappedTarget) -> tuple[int, int, int]:
             certain += int(clear.sum())
     assert certain > 0.9 * total
     return equal, total, carried
-
-
-def chi_square(counts: Tensor, law: Tensor) -> float:
-    """p-value of observed counts under a law; cells with an expectation under 5 are put together."""
-    expected = law.double() * counts.sum()
-    small = expected < 5
-    observed = counts.double()
-    cells_e, cells_o = expected[~small], observed[~small]
-    if bool(small.any()) and float(expected[small].sum()) > 0:
-        cells_e = torch.cat([cells_e, expected[small].sum()[None]])
-        cells_o = torch.cat([cells_o, observed[small].sum()[None]])
-    statistic = ((cells_o - cells_e) ** 2 / cells_e).sum()
-    freedom = torch.tensor((cells_e.numel() - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
