@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare import chi_square
 from test_lossless import PLANS, SAMPLINGS, SMALL, joint_law, observed
 from tiny import (
     SteeredMarkov,
-    chi_square,
     oracle_logits,
     plain,
     prompts,
