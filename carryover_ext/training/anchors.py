@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ class Batch:
     """S recorded sequences, right-padded to T, and N anchors of each.
 
     ids ``[S, T]``; lengths ``[S]``; prompt_lens ``[S]``; features ``[S, T, F]``; top_ids, top_probs ``[S,
-    T, k]``; anchors ``[S, N]`` int64 and valid ``[S, N]`` bool (False: the sequence has fewer positions
+    T, k]``; next_probs ``[S, T]`` (see :class:`~carryover_ext.training.features.Sequence`); anchors
+    ``[S, N]`` int64 and valid ``[S, N]`` bool (False: the sequence has fewer positions
     than N).
     """
 
@@ -26,8 +27,13 @@ class Batch:
     features: Tensor
     top_ids: Tensor
     top_probs: Tensor
+    next_probs: Tensor
     anchors: Tensor
     valid: Tensor
+
+    def select(self, keep: Tensor) -> Batch:
+        """The sequences ``keep`` (int64 indices)."""
+        return Batch(**{f.name: getattr(self, f.name)[keep] for f in fields(self)})
 
 
 def load_batch(
@@ -58,21 +64,18 @@ def load_batch(
     features = torch.zeros(s, t, width, dtype=rows[0].features.dtype)
     top_ids = torch.zeros(s, t, k, dtype=torch.int64)
     top_probs = torch.zeros(s, t, k)
+    next_probs = torch.zeros(s, t)
     anchors = torch.zeros(s, num_anchors, dtype=torch.int64)
     valid = torch.zeros(s, num_anchors, dtype=torch.bool)
     for j, (r, picked) in enumerate(zip(rows, drawn, strict=True)):
         n = len(r.ids)
-        ids[j, :n], features[j, :n], top_ids[j, :n], top_probs[j, :n] = (
-            r.ids,
-            r.features,
-            r.top_ids,
-            r.top_probs,
-        )
+        ids[j, :n], features[j, :n], next_probs[j, :n] = r.ids, r.features, r.next_probs
+        top_ids[j, :n], top_probs[j, :n] = r.top_ids, r.top_probs
         anchors[j, : len(picked)], valid[j, : len(picked)] = picked, True
         anchors[j, len(picked) :] = r.prompt_len
     lengths = torch.tensor([len(r.ids) for r in rows])
     prompt_lens = torch.tensor([r.prompt_len for r in rows])
-    return Batch(ids, lengths, prompt_lens, features, top_ids, top_probs, anchors, valid)
+    return Batch(ids, lengths, prompt_lens, features, top_ids, top_probs, next_probs, anchors, valid)
 
 
 def slot_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:

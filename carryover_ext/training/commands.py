@@ -14,7 +14,7 @@ from torch import Tensor
 
 from carryover_ext.cli import positive, temperature
 from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig, default_target_layer_ids
-from carryover_ext.training.recordings import load_saved, save_atomic, write_atomic
+from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic, write_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
 # every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
@@ -114,8 +114,28 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         name = "--" + f.name.replace("_", "-")
         if f.name == "objective":
             parser.add_argument(name, choices=OBJECTIVES, default=f.default)
+        elif f.name == "temperature":
+            _add_temperature(parser)
         else:
             parser.add_argument(name, type=type(f.default), default=f.default)
+
+
+def _add_temperature(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="of the recordings, 0 or 1 (default: what their manifest says, or 0)",
+    )
+
+
+def _temperature(args: argparse.Namespace) -> float:
+    """What the recordings were drawn with; ValueError where ``--temperature`` contradicts their manifest."""
+    recorded = recorded_settings(args.recordings).get("temperature")
+    given: float | None = args.temperature
+    if None not in (given, recorded) and given != recorded:
+        raise ValueError(f"--temperature {given}: {args.recordings} was recorded at {recorded}; leave it out")
+    value = recorded if given is None else given
+    return float(value or 0)
 
 
 def _progress(title: str, console: Any = None) -> Any:
@@ -240,12 +260,14 @@ def run_train(args: argparse.Namespace) -> int:
     from carryover_ext.pretrained import load_target
     from carryover_ext.training import cost, initial
     from carryover_ext.training.distributed import from_environment
-    from carryover_ext.training.draft_verify_draft import MARKOV_W1, Head
+    from carryover_ext.training.draft_verify_draft import Head
+    from carryover_ext.training.drafting import MARKOV_W1
     from carryover_ext.training.target_pass import TargetPass
     from carryover_ext.training.trainer import train
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    args.temperature = _temperature(args)
     settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
     model, _ = load_target(args.target)
     config, weights, vocab = _start(args, model)
@@ -338,6 +360,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--threads", type=positive)
     parser.add_argument("--out", type=Path, help="JSON file")
+    _add_temperature(parser)
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
@@ -393,10 +416,11 @@ def run_evaluate(args: argparse.Namespace) -> int:
             target,
             limit=args.limit,
             batch=args.batch,
+            temperature=_temperature(args),
             progress=lambda done, n: bar.update(task, completed=done, total=n),
         )
     table = Table("task", *(a.name for a in arms), title="acceptance length on held-out recordings")
-    categories = sorted({c for t in tallies.values() for c in t.rounds})
+    categories = tallies[arms[0].name].categories()
     for c in categories:
         table.add_row(c, *(f"{tallies[a.name].acceptance_length(c):.3f}" for a in arms))
     table.add_row("all", *(f"{tallies[a.name].acceptance_length():.3f}" for a in arms))
@@ -406,15 +430,15 @@ def run_evaluate(args: argparse.Namespace) -> int:
     for base in ("dflash", "carryover-off"):
         if "carryover" in tallies and base in tallies:
             pairs = zip(tallies["carryover"].recordings, tallies[base].recordings, strict=True)
-            gains[base] = report.paired_gain([p for p in pairs if p[0][1] and p[1][1]])
+            gains[base] = report.paired_gain([(a[1:3], b[1:3]) for a, b in pairs if a[2] and b[2]])
             console.print(report.gain_text("carryover", base, gains[base], "recordings"), soft_wrap=True)
     if args.out:
         result: dict[str, Any] = {
             name: {
                 "al": t.acceptance_length(),
                 "by_task": {c: t.acceptance_length(c) for c in categories},
-                "rounds": dict(t.rounds),
-                "slot1": t.slot1 / max(1, sum(t.rounds.values())),
+                "rounds": {c: t.rounds(c) for c in categories},
+                "slot1": t.slot1(),
             }
             for name, t in tallies.items()
         }

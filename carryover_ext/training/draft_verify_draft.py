@@ -10,18 +10,17 @@ with the weights at hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from carryover_ext.training.anchors import Batch, gather_rows, slot_labels
+from carryover_ext.training.anchors import Batch, gather_rows
+from carryover_ext.training.drafting import draft_round
 from carryover_ext.training.forward import Params, draft_hidden, encode_rows
 from carryover_ext.training.target_pass import TargetPass
-
-MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
 @dataclass
@@ -69,34 +68,6 @@ def block_embeddings(head: Head, config: Any, tokens: Tensor) -> Tensor:
     return head.embed[torch.cat([tokens[..., None], masks], -1)]
 
 
-def slot_rows(config: Any, hidden: Tensor) -> Tensor:
-    """The rows ``[S, N, K, H]`` of blocks ``hidden [S, N, b, H]`` that predict the K tokens after the anchor:
-    the one place of training that knows the layout."""
-    return hidden[:, :, config.first_slot :]
-
-
-@torch.no_grad()
-def draft_tokens(
-    p: Params, config: Any, hidden: Tensor, head: Head, first: Tensor, chunk: int = 256
-) -> Tensor:
-    """Greedy tokens ``[S, N, K]`` of blocks ``hidden [S, N, b, H]`` after the tokens ``first [S, N]``, left
-    to right where the drafter has a Markov head."""
-    slots = slot_rows(config, hidden).flatten(0, 1)
-    found = []
-    for rows, token in zip(slots.split(chunk), first.flatten().split(chunk), strict=True):
-        logits = F.linear(rows, head.head)
-        if config.markov_rank == 0:
-            found.append(head.ids[logits.argmax(-1)])
-            continue
-        tokens = []
-        for k in range(logits.shape[1]):
-            latent = p[MARKOV_W1][token]
-            token = head.ids[(logits[:, k] + F.linear(latent, p[MARKOV_W2])).argmax(-1)]
-            tokens.append(token)
-        found.append(torch.stack(tokens, -1))
-    return torch.cat(found).view(*hidden.shape[:2], -1)
-
-
 @torch.no_grad()
 def draft_and_verify(
     p: Params,
@@ -105,19 +76,20 @@ def draft_and_verify(
     batch: Batch,
     target: TargetPass | None,
     feature_scale: Tensor,
+    generators: Sequence[torch.Generator] | None = None,
 ) -> Rejects:
     """One round at every anchor of ``batch``; with ``target`` None only the acceptance is computed.
 
-    ``feature_scale [F]`` multiplies tapped rows before ``fc`` (see :mod:`carryover_ext.training.trainer`).
+    ``feature_scale [F]`` multiplies tapped rows before ``fc`` (see :mod:`carryover_ext.training.trainer`);
+    ``generators``: one a sequence where the answers were sampled (:mod:`carryover_ext.training.drafting`),
+    None for
+    greedy ones.
     """
     b = config.verify_rows
     context = encode_rows(p, config, batch.features * feature_scale)
     first = gather_rows(batch.ids, batch.anchors)
     hidden = draft_hidden(p, config, context, batch.anchors, block_embeddings(head, config, first))
-    drafts = draft_tokens(p, config, hidden, head, first)
-    positions, inside = slot_labels(batch, batch.anchors, b)
-    hit = (drafts == gather_rows(batch.ids, positions)) & inside
-    accepted = hit.int().cumprod(-1).sum(-1)
+    drafts, accepted = draft_round(p, config, hidden, head, batch, batch.anchors, generators)
     following = batch.anchors + accepted + 1
     valid = batch.valid & (following < batch.lengths[:, None] - 1)
     following = torch.where(valid, following, batch.prompt_lens[:, None])

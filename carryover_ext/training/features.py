@@ -32,7 +32,9 @@ class Sequence:
     """One recording with its features.
 
     ids ``[T]`` int64, prompt_len, features ``[T, F]``; top_ids / top_probs ``[T, k]``: the target's k
-    most probable next tokens after each position (zero before the last prompt row).
+    most probable next tokens after each position, next_probs ``[T]``: the probability of the recorded next
+    token (all
+    zero before the last prompt row; next_probs NaN in files of the first versions).
     """
 
     category: str
@@ -41,6 +43,7 @@ class Sequence:
     features: Tensor
     top_ids: Tensor
     top_probs: Tensor
+    next_probs: Tensor
 
 
 @torch.inference_mode()
@@ -51,6 +54,7 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
     taps = torch.empty(total, width, dtype=target.head.dtype)
     top_ids = torch.zeros(total, top_k, dtype=torch.int32)
     top_probs = torch.zeros(total, top_k, dtype=torch.float32)
+    next_probs = torch.zeros(total, dtype=torch.float32)
     order = sorted(range(len(rows)), key=lengths.__getitem__)
     while order:
         n = 1
@@ -67,9 +71,13 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
             taps[start : start + length] = features[j, :length]
             logits = torch.mm(hidden[j, first:length], target.head.t()).float()
             best, best_ids = logits.topk(top_k, -1)
-            top_probs[start + first : start + length] = (best - logits.logsumexp(-1, keepdim=True)).exp()
+            norm = logits.logsumexp(-1, keepdim=True)
+            top_probs[start + first : start + length] = (best - norm).exp()
+            following = logits[:-1].gather(1, ids[j, first + 1 : length, None]) - norm[:-1]
+            next_probs[start + first : start + length - 1] = following[:, 0].exp()
             top_ids[start + first : start + length] = best_ids.int()
     found = {"offsets": offsets, "taps": taps, "top_ids": top_ids, "top_probs": top_probs}
+    found["next_probs"] = next_probs
     return found | {"ids": _all_ids(rows)}
 
 
@@ -166,4 +174,5 @@ class FeatureStore:
             data["taps"][a:b],
             data["top_ids"][a:b],
             data["top_probs"][a:b],
+            data["next_probs"][a:b] if "next_probs" in data else torch.full((b - a,), float("nan")),
         )

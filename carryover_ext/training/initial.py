@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
-from carryover_ext.training.draft_verify_draft import MARKOV_W1, MARKOV_W2
+from carryover_ext.training.drafting import MARKOV_W1, MARKOV_W2
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.target_pass import TargetPass
 

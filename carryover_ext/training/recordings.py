@@ -146,10 +146,7 @@ def record(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "manifest.json"
     if path.exists():
-        try:
-            old = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as e:
-            raise ValueError(f"{path}: damaged ({e}); restore it, or record into a new folder") from e
+        old = recorded_settings(out)
         changed = {k: (old.get(k), v) for k, v in manifest.items() if old.get(k) != v}
         if changed:
             raise ValueError(
@@ -170,6 +167,21 @@ def record(
             write_atomic(file, "".join(json.dumps(asdict(r)) + "\n" for r in rows))
         if progress:
             progress(start + len(part), len(prompts), tokens)
+
+
+def recorded_settings(folder: Path) -> dict[str, Any]:
+    """The manifest of a recording; empty where there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    path = folder / "manifest.json"
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path}: damaged ({e}); restore it, or record into a new folder") from e
 
 
 def load_shard(path: Path) -> list[Recording]:

@@ -28,6 +28,10 @@ class Prefix:
     keys: list[Tensor]
     values: list[Tensor]
 
+    def select(self, keep: Tensor) -> Prefix:
+        """The sequences ``keep`` (int64 indices)."""
+        return Prefix([k[keep] for k in self.keys], [v[keep] for v in self.values])
+
 
 @dataclass
 class _Blocks:

@@ -27,14 +27,12 @@ from carryover_ext.config import DrafterConfig
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
 from carryover_ext.training.distributed import Ranks
 from carryover_ext.training.draft_verify_draft import (
-    MARKOV_W1,
-    MARKOV_W2,
     Head,
     Rejects,
     block_embeddings,
     draft_and_verify,
-    slot_rows,
 )
+from carryover_ext.training.drafting import MARKOV_W1, MARKOV_W2, sequence_generators, slot_rows
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import draft_hidden, encode_rows
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
@@ -61,6 +59,9 @@ class TrainSettings:
     gamma: decay of the slots' weights ``exp(-(k-1)/gamma)``; 0 takes DFlash's value for the block length.
     drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
     cycle, reuse: see the module docstring.
+    temperature: that of the recordings, 0 or 1; with 1 the rounds that ``shifted`` and ``carryover`` start
+    from are
+        sampled (:mod:`carryover_ext.training.drafting`).
     """
 
     objective: str = "plain"
@@ -79,6 +80,7 @@ class TrainSettings:
     drop_segment: float = 0.1
     cycle: int = 8
     reuse: int = 1
+    temperature: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class TrainSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr}: must be positive and finite")
+        if self.temperature not in (0, 1):
+            raise ValueError(f"temperature={self.temperature}: recordings to train on are made at 0 or 1")
         if not 0 <= self.l1 <= 1:
             raise ValueError(f"l1={self.l1}: must be a share between 0 and 1")
         if not 0 <= self.gamma < math.inf:
@@ -184,6 +188,13 @@ class Trainer:
         picks, self.order = self.order[: self.settings.sequences], self.order[self.settings.sequences :]
         return picks
 
+    def _generators(self, share: slice) -> list[torch.Generator] | None:
+        """What the next round of sampled answers draws from; None for greedy ones."""
+        if self.settings.temperature == 0:
+            return None
+        seed = int(torch.randint(2**62, (), generator=self.generator))
+        return sequence_generators(seed, range(self.settings.sequences)[share])
+
     def compute_weights(self) -> dict[str, Tensor]:
         """The master weights in the target's dtype, still attached to the graph."""
         return {k: v.to(self.head.embed.dtype) for k, v in self.master.items()}
@@ -277,7 +288,13 @@ class Trainer:
             if s.objective != "plain":
                 target = self.target if s.objective == "carryover" else None
                 rejects = draft_and_verify(
-                    self.compute_weights(), self.config, self.head, batch, target, self.feature_scale
+                    self.compute_weights(),
+                    self.config,
+                    self.head,
+                    batch,
+                    target,
+                    self.feature_scale,
+                    self._generators(share),
                 )
                 accepted = rejects.accepted[batch.valid]
                 first += torch.tensor([accepted.sum() + len(accepted), len(accepted)])
