@@ -37,8 +37,9 @@ def make(model, kind: str):  # noqa: F811
     config = drafter_config(**KINDS[kind], architectures=["Qwen3DSparkModel"])
     weights = weights_for(config, model)
     if config.markov_rank:
-        weights |= initial.markov_head(config)
-        weights[MARKOV_W2] = torch.randn_like(weights[MARKOV_W2])
+        rows = config.draft_vocab_size or config.vocab_size
+        weights[MARKOV_W1] = torch.randn(config.vocab_size, config.markov_rank)
+        weights[MARKOV_W2] = torch.randn(rows, config.markov_rank)
     size = config.draft_vocab_size
     vocab = None if size is None else torch.randperm(config.vocab_size)[:size].sort().values
     return config, weights, vocab
@@ -102,14 +103,17 @@ def test_distance_to_the_targets_distribution(l1, bias):
 
 
 @pytest.mark.parametrize("layout", [False, True], ids=["dflash", "anchor-first"])
-def test_a_new_head_starts_as_dflash(model, recorded, layout):  # noqa: F811
-    """The first loss, its gradients of the backbone and the first drafts are those of no head."""
+def test_a_silent_head_is_dflash(model, recorded, layout):  # noqa: F811
+    """With w2 zero the loss, its gradients of the backbone and the drafts are those of no head."""
     found = []
     for rank in (0, 4):
         config = drafter_config(sample_from_anchor=layout, markov_rank=rank)
-        weights = weights_for(config, model) | (initial.markov_head(config) if rank else {})
+        weights = weights_for(config, model)
         target = TargetPass(model, TAPS)
         head, store = Head.make(target, None), FeatureStore(*recorded)
+        if rank:
+            weights[MARKOV_W1] = torch.randn(config.vocab_size, rank)
+            weights[MARKOV_W2] = torch.zeros(config.vocab_size, rank)
         settings = TrainSettings(sequences=3, anchors=5)
         trainer = Trainer(config, weights, torch.ones(config.num_features), head, store, settings)
         batch = load_batch(store, [0, 3, 6], 4, torch.Generator().manual_seed(0))
@@ -123,6 +127,37 @@ def test_a_new_head_starts_as_dflash(model, recorded, layout):  # noqa: F811
             assert trainer.master[MARKOV_W1].grad.abs().max() == 0
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
     assert torch.equal(found[0][2], found[1][2]) and torch.equal(found[0][3], found[1][3])
+
+
+@pytest.mark.parametrize("size", [None, 40], ids=["whole", "reduced"])
+def test_a_new_head_is_the_bigrams_of_the_recordings(model, recorded, size):  # noqa: F811
+    """At full rank the bias is the smoothed log-ratio up to a constant a row; at a low one it is close."""
+    config = drafter_config(markov_rank=96, draft_vocab_size=size)
+    vocab = None if size is None else torch.randperm(config.vocab_size)[:size].sort().values
+    ids = range(config.vocab_size) if vocab is None else vocab.tolist()
+    store = FeatureStore(*recorded)
+    counts = torch.zeros(config.vocab_size, config.vocab_size)
+    for i in range(len(store)):
+        row = store.recording(i).ids
+        counts.index_put_((torch.tensor(row[:-1]), torch.tensor(row[1:])), torch.ones(()), accumulate=True)
+    counts = counts[:, list(ids)]
+    share = counts.sum(0) / counts.sum()
+    smoothed = (counts + 5 * share) / (counts.sum(1, keepdim=True) + 5)
+    wanted = 0.45 * torch.where(counts > 0, smoothed / share, (5 / (counts.sum(1, keepdim=True) + 5))).log()
+    seen = counts.sum(1) > 0
+    errors = []
+    for rank in (96, 8):
+        config.markov_rank = rank
+        head = initial.markov_head(config, store, vocab)
+        assert head[MARKOV_W1].shape == (config.vocab_size, rank) and head[MARKOV_W2].shape == (
+            len(ids),
+            rank,
+        )
+        bias = head[MARKOV_W1] @ head[MARKOV_W2].T
+        assert bias[~seen].abs().max() < 1e-5  # nothing is known of what was never seen
+        difference = (bias - wanted)[seen]
+        errors.append(float((difference - difference.median(1, keepdim=True).values).abs().mean()))
+    assert errors[0] < 1e-3 < errors[1] < float(wanted[seen].std())
 
 
 def test_the_bias_is_that_of_the_recorded_token_before(model, recorded):  # noqa: F811

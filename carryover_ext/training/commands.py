@@ -298,7 +298,7 @@ def run_train(args: argparse.Namespace) -> int:
                     f"draft vocabulary: {config.draft_vocab_size} tokens cover {covered:.2%} of the responses"
                 )
         if config.markov_rank > 0 and MARKOV_W1 not in weights:
-            weights |= initial.markov_head(config)
+            weights |= initial.markov_head(config, store, vocab)
         if config.carryover:
             weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
         args.out.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
@@ -40,12 +41,52 @@ def draft_vocabulary(store: FeatureStore, vocab_size: int, size: int) -> tuple[T
     return ids, float(response[ids].sum() / response.sum())
 
 
-def markov_head(config: DrafterConfig, seed: int = 0) -> dict[str, Tensor]:
-    """A Markov head that says nothing yet: w1 small and random, w2 zero. Training starts as without it."""
-    generator = torch.Generator().manual_seed(seed)
-    w1 = torch.randn(config.vocab_size, config.markov_rank, generator=generator) * config.markov_rank**-0.5
-    w2 = torch.zeros(config.draft_vocab_size or config.vocab_size, config.markov_rank)
-    return {MARKOV_W1: w1, MARKOV_W2: w2}
+def markov_head(
+    config: DrafterConfig,
+    store: FeatureStore,
+    vocab: Tensor | None,
+    *,
+    scale: float = 0.45,
+    prior: float = 5.0,
+) -> dict[str, Tensor]:
+    """A Markov head that starts as the bigram statistics of the recordings.
+
+    ``w2 @ w1[a]`` is the best approximation of its rank to ``scale * log(P(b | a) / P(b))``, up to a
+    constant a row,
+    which a softmax does not see; P(b | a) is smoothed by ``prior`` counts of P(b), and rows count by the
+    square root
+    of how often a occurs. ``scale`` is under 1 because the drafter's own logits know much of it already.
+
+    Returns:
+        ``w1 [V, r]`` and ``w2 [Vd, r]``, float32.
+    """
+    size = config.vocab_size if vocab is None else len(vocab)
+    index = torch.full((config.vocab_size,), -1, dtype=torch.int64)
+    index[torch.arange(size) if vocab is None else vocab] = torch.arange(size)
+    keys = []
+    for i in range(len(store)):
+        ids = torch.tensor(store.recording(i).ids)
+        after = index[ids[1:]]
+        keys.append((ids[:-1] * size + after)[after >= 0])
+    pairs, count = torch.cat(keys).unique(return_counts=True)
+    before, after, count = pairs // size, pairs % size, count.float()
+    first = torch.zeros(config.vocab_size).index_add_(0, before, count)
+    second = torch.zeros(size).index_add_(0, after, count)
+    share = second[after] / second.sum()
+    value = scale * torch.log((count + prior * share) / (prior * share))
+    weight = first.sqrt()
+    shape = (config.vocab_size, size)
+    table = torch.sparse_coo_tensor(
+        torch.stack([before, after]), value * weight[before], shape, check_invariants=True
+    ).coalesce()
+    rank = config.markov_rank
+    with torch.random.fork_rng():  # svd_lowrank draws from the global generator
+        torch.manual_seed(0)
+        u, s, v = torch.svd_lowrank(table, q=min(rank + 8, *shape), niter=2)
+    u, s, v = (F.pad(x[..., :rank], (0, rank - min(rank, x.shape[-1]))) for x in (u, s, v))
+    w1, w2 = u * s.sqrt() / weight.clamp(min=1.0)[:, None], v * s.sqrt()
+    balance = (w2.square().mean() / w1[first > 0].square().mean()).pow(0.25)  # AdamW steps alike in both
+    return {MARKOV_W1: w1 * balance, MARKOV_W2: w2 / balance}
 
 
 def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[str, Tensor]:
