@@ -10,7 +10,16 @@ from compare import chi_square
 from torch import Tensor
 
 from carryover_ext.training.anchors import Batch
-from carryover_ext.training.drafting import couple, draft_round, draw, sequence_generators
+from carryover_ext.training.drafting import (
+    MARKOV_W1,
+    MARKOV_W2,
+    couple,
+    draft_round,
+    draw,
+    recorded_ranks,
+    sequence_generators,
+)
+from carryover_ext.training.forward import shared_prefix_attention
 
 VOCAB, ROWS = 6, 60_000
 
@@ -137,3 +146,39 @@ def test_features_without_probabilities_say_what_to_do():
             batch.anchors,
             sequence_generators(0, [0, 1]),
         )
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_of_the_recorded_tokens(rank):
+    g = torch.Generator().manual_seed(rank)
+    batch, hidden = small_batch(), torch.randn(2, 2, 4, VOCAB, generator=g)
+    index = torch.tensor([0, 1, 2, 3, -1, -1])
+    head = SimpleNamespace(head=torch.randn(4, VOCAB, generator=g), ids=torch.arange(4), index=index)
+    params = {MARKOV_W1: torch.randn(VOCAB, 3, generator=g), MARKOV_W2: torch.randn(4, 3, generator=g)}
+    config = SimpleNamespace(verify_rows=4, first_slot=1, markov_rank=rank)
+    ranks, inside = recorded_ranks(params, config, hidden, head, batch, batch.anchors)
+    for s, n, k in torch.cartesian_prod(torch.arange(2), torch.arange(2), torch.arange(3)).tolist():
+        place = int(batch.anchors[s, n]) + 1 + k
+        assert bool(inside[s, n, k]) == (place < int(batch.lengths[s]))
+        if not inside[s, n, k]:
+            continue
+        scores = head.head @ hidden[s, n, 1 + k]
+        if rank:
+            scores = scores + params[MARKOV_W2] @ params[MARKOV_W1][batch.ids[s, place - 1]]
+        token = int(batch.ids[s, place])
+        order = scores.argsort(descending=True).tolist()
+        assert ranks[s, n, k] == (order.index(token) if token < 4 else 4)
+
+
+def test_attention_mass_of_own_rows():
+    """Without a prefix all attention is on own rows; hidden ones get none; with a prefix there is less."""
+    g = torch.Generator().manual_seed(0)
+    q, shared = torch.randn(1, 2, 3, 4, 8, generator=g), torch.randn(1, 5, 2, 8, generator=g)
+    own = torch.randn(1, 2, 6, 2, 8, generator=g)
+    mask = torch.ones(1, 2, 3, 6, dtype=torch.bool)
+    mask[..., 2] = False
+    mass: list[Tensor] = []
+    shared_prefix_attention(q, shared, shared, torch.tensor([[0, 4]]), own, own, mask, 0.3, mass)
+    assert mass[0].shape == (1, 2, 6) and (mass[0][..., 2] == 0).all()
+    torch.testing.assert_close(mass[0][0, 0].sum(), torch.ones(()))
+    assert 0.2 < mass[0][0, 1].sum() < 0.99

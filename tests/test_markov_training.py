@@ -205,7 +205,7 @@ def test_replay_equals_the_engine(model, recorded, kind):  # noqa: F811
             for r in out.rounds[1:]:
                 rounds += done < wanted
                 done += r.committed[0]
-        assert rounds > 20 and tallies[name].rounds() == rounds
+        assert rounds > 20 and tallies[name].total("rounds") == rounds
     target.close()
 
 

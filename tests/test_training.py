@@ -424,8 +424,8 @@ def test_replay_equals_the_engine(model, recorded):
                 rounds += 1
             committed += wanted
         assert rounds > 20
-        assert tallies[name].rounds() == rounds
-        assert sum(r[1] for r in tallies[name].recordings) == committed
+        assert tallies[name].total("rounds") == rounds
+        assert sum(r.committed for r in tallies[name].recordings) == committed
 
 
 @pytest.mark.parametrize(

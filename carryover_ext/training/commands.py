@@ -14,6 +14,7 @@ from torch import Tensor
 
 from carryover_ext.cli import positive, temperature
 from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig, default_target_layer_ids
+from carryover_ext.training.evaluation import Tally
 from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic, write_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
@@ -419,29 +420,44 @@ def run_evaluate(args: argparse.Namespace) -> int:
             temperature=_temperature(args),
             progress=lambda done, n: bar.update(task, completed=done, total=n),
         )
-    table = Table("task", *(a.name for a in arms), title="acceptance length on held-out recordings")
-    categories = tallies[arms[0].name].categories()
-    for c in categories:
-        table.add_row(c, *(f"{tallies[a.name].acceptance_length(c):.3f}" for a in arms))
-    table.add_row("all", *(f"{tallies[a.name].acceptance_length():.3f}" for a in arms))
     console = Console()
+    shown = [a.name for a in arms]
+    categories = tallies[shown[0]].categories()
+    table = Table("task", *shown, title="acceptance length on held-out recordings")
+    for c in (*categories, None):
+        table.add_row(c or "all", *(f"{tallies[n].acceptance_length(c):.3f}" for n in shown))
     console.print(table)
-    gains = {}
-    for base in ("dflash", "carryover-off"):
-        if "carryover" in tallies and base in tallies:
-            pairs = zip(tallies["carryover"].recordings, tallies[base].recordings, strict=True)
-            gains[base] = report.paired_gain([(a[1:3], b[1:3]) for a, b in pairs if a[2] and b[2]])
-            console.print(report.gain_text("carryover", base, gains[base], "recordings"), soft_wrap=True)
+    gains = {
+        over: _gain(tallies["carryover"], tallies[over])
+        for over in ("dflash", "carryover-off")
+        if "carryover" in tallies and over in tallies
+    }
+    for over, gain in gains.items():
+        console.print(report.gain_text("carryover", over, gain, "recordings"), soft_wrap=True)
+    if "carryover" in tallies:
+        console.print(_why(tallies["carryover"].figures()), soft_wrap=True)
     if args.out:
         result: dict[str, Any] = {
-            name: {
-                "al": t.acceptance_length(),
-                "by_task": {c: t.acceptance_length(c) for c in categories},
-                "rounds": {c: t.rounds(c) for c in categories},
-                "slot1": t.slot1(),
-            }
-            for name, t in tallies.items()
+            n: {"all": t.figures(), **{c: t.figures(c) for c in categories}} for n, t in tallies.items()
         }
         result["gain of carryover over"] = gains
         write_atomic(args.out, json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _gain(mine: Tally, other: Tally) -> dict[str, float]:
+    from carryover_ext.report import paired_gain
+
+    both = zip(mine.recordings, other.recordings, strict=True)
+    pairs = [tuple((r.committed, int(r.counts["rounds"])) for r in pair) for pair in both]
+    return paired_gain([(a, b) for a, b in pairs if a[1] and b[1]])
+
+
+def _why(f: dict[str, float]) -> str:
+    """What the carried rows did, in words for people."""
+    return (
+        f"carried rows: {f['carried_rows']:.1f} a round, {f['attention_mass']:.1%} of the attention; "
+        f"recall@1 {f['off_recall1']:.1%} without them, {f['recall1']:.1%} with; "
+        f"@16 {f['off_recall16']:.1%}, {f['recall16']:.1%}; "
+        f"{f['reconvergence']:.1%} of the refused drafts are right in their place"
+    )

@@ -123,6 +123,26 @@ def _sampled(
 
 
 @torch.no_grad()
+def recorded_ranks(
+    p: Params, config: Any, hidden: Tensor, head: Any, batch: Batch, anchors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many head rows score higher than the recorded token in each slot of blocks ``hidden [S, N, b,
+    H]``, given the
+    recorded tokens before it: ranks ``[S, N, K]`` (the head's size where it has no row for the token) and
+    which slots
+    lie inside the answer ``[S, N, K]``."""
+    positions, inside = slot_labels(batch, anchors, config.verify_rows)
+    scores = F.linear(slot_rows(config, hidden), head.head)
+    if config.markov_rank > 0:
+        before = gather_rows(batch.ids, positions - 1)
+        scores = scores + F.linear(p[MARKOV_W1][before], p[MARKOV_W2])
+    label = head.index[gather_rows(batch.ids, positions)]
+    own = scores.gather(-1, label.clamp(min=0)[..., None])
+    rank = (scores > own).sum(-1)
+    return torch.where(label >= 0, rank, scores.shape[-1]), inside
+
+
+@torch.no_grad()
 def draft_round(
     p: Params,
     config: Any,

@@ -52,6 +52,7 @@ def shared_prefix_attention(
     v_own: Tensor,
     own_mask: Tensor,
     scale: float,
+    own_mass: list[Tensor] | None = None,
 ) -> Tensor:
     """Attention of N blocks a sequence over a shared prefix and rows of their own.
 
@@ -62,6 +63,8 @@ def shared_prefix_attention(
         k_own, v_own: ``[S, N, O, nkv, d]`` rows that only block j sees.
         own_mask: bool, broadcastable to ``[S, N, b, O]``; True = visible.
         scale: factor on the scores.
+        own_mass: takes the share of attention that each own row gets, ``[S, N, O]``, mean over queries and
+        heads.
 
     Returns:
         ``[S, N, b, nh, d]`` in the dtype of ``q``.
@@ -87,6 +90,8 @@ def shared_prefix_attention(
         -1,
     )
     p = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+    if own_mass is not None:
+        own_mass.append(p[..., t:].float().mean((1, 3)))
     out = torch.matmul(p[..., :t].reshape(s, nkv, n * b * g, t), vs).view(s, nkv, n, b * g, d)
     out = out + torch.matmul(p[..., t:], vo)
     return out.view(s, nkv, n, b, g, d).permute(0, 2, 3, 1, 4, 5).reshape(s, n, b, nh, d)
@@ -122,6 +127,7 @@ def draft_hidden(
     carried: Tensor | None = None,
     carried_positions: Tensor | None = None,
     carried_mask: Tensor | None = None,
+    own_mass: list[Tensor] | None = None,
 ) -> Tensor:
     """Last hidden states (after the final norm) of N blocks a sequence.
 
@@ -133,6 +139,8 @@ def draft_hidden(
         carried: ``[S, N, R, H]`` encoded rejected rows, ``carried_positions [S, N, R]`` their rotary
         positions,
             ``carried_mask [S, N, R]`` bool, True where a row exists.
+        own_mass: takes of each layer the share of attention that each carried row and each block row gets,
+            ``[S, N, R + b]``.
 
     Returns:
         ``[S, N, b, H]``.
@@ -164,7 +172,7 @@ def draft_hidden(
         if carried is not None:
             k_car, v_car = _key_value(p, config, attn, carried, *car_rope)
             k_own, v_own = torch.cat([k_car, k_own], 2), torch.cat([v_car, v_own], 2)
-        o = shared_prefix_attention(q, k_ctx, v_ctx, anchors, k_own, v_own, own_mask, d**-0.5)
+        o = shared_prefix_attention(q, k_ctx, v_ctx, anchors, k_own, v_own, own_mask, d**-0.5, own_mass)
         x = x + F.linear(o.reshape(s, n, b, nh * d), p[attn + "o_proj.weight"])
         h = rms_norm(x, p[name + "post_attention_layernorm.weight"], eps)
         gate = F.linear(h, p[name + "mlp.gate_proj.weight"])
