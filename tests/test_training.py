@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
+from tiny import tiny_target
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -178,6 +179,12 @@ def test_blocks_equal_one_forward_each(model):
 def test_tap_outside_the_target_is_an_error(model):
     with pytest.raises(ValueError, match=r"tap_ids: \[4\] are outside the target's layers 0..3"):
         TargetPass(model, [0, 4])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_target_with_scaled_embeddings_is_refused(family):
+    with pytest.raises(ValueError, match=r"model: a gemma\w+ target scales its embeddings or soft-caps"):
+        TargetPass(tiny_target(family), [0])
 
 
 def test_features_are_the_outputs_of_the_tapped_layers(model, recorded):
