@@ -93,8 +93,8 @@ class TargetPass:
         scaled = float(getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0)) != 1.0
         if scaled or getattr(model.config, "final_logit_softcapping", None):
             raise ValueError(
-                f"model: a {model.config.model_type} target scales its embeddings or soft-caps its logits, which "
-                "training does not compute yet; train for Llama, Qwen2 or Qwen3 targets"
+                f"model: a {model.config.model_type} target scales its embeddings or soft-caps its logits, "
+                "which training does not compute yet; train for Llama, Qwen2 or Qwen3 targets"
             )
         self.head: Tensor = model.get_output_embeddings().weight
         self.embed: Tensor = model.get_input_embeddings().weight
