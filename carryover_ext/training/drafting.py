@@ -29,13 +29,25 @@ MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.we
 
 def slot_rows(config: Any, hidden: Tensor) -> Tensor:
     """The rows ``[S, N, K, H]`` of blocks ``hidden [S, N, b, H]`` that predict the K tokens after the anchor:
-    the one place of training that knows the layout."""
-    return hidden[:, :, config.first_slot :]
+    the one place of training that knows the layout. Contiguous: a bf16 product with strided rows took 50
+    times as
+    long."""
+    return hidden[:, :, config.first_slot :].contiguous()
+
+
+def head_scores(rows: Tensor, head: Tensor) -> Tensor:
+    """``rows [..., H] @ head [Vd, H]`` as one product of two matrices."""
+    return F.linear(rows.flatten(0, -2), head).unflatten(0, rows.shape[:-1])
 
 
 def sequence_generators(seed: int, sequences: Sequence[int]) -> list[torch.Generator]:
     """One generator for each sequence of a batch: processes that share it draw what one process would."""
     return [torch.Generator().manual_seed(seed + i) for i in sequences]
+
+
+def best(scores: Tensor) -> Tensor:
+    """argmax of the last dimension; ``max`` is four times as fast as ``argmax`` in bf16."""
+    return scores.max(-1).indices
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:
@@ -79,10 +91,10 @@ def couple(
 def _greedy(p: Params, config: Any, logits: Tensor, head: Any, token: Tensor) -> Tensor:
     """Head rows ``[M, K]`` of the most probable drafts, left to right where there is a Markov head."""
     if config.markov_rank == 0:
-        return logits.argmax(-1)
+        return best(logits)
     rows = []
     for k in range(logits.shape[1]):
-        row = (logits[:, k] + F.linear(p[MARKOV_W1][token], p[MARKOV_W2])).argmax(-1)
+        row = best(logits[:, k] + F.linear(p[MARKOV_W1][token], p[MARKOV_W2]))
         token = head.ids[row]
         rows.append(row)
     return torch.stack(rows, -1)
@@ -132,7 +144,7 @@ def recorded_ranks(
     which slots
     lie inside the answer ``[S, N, K]``."""
     positions, inside = slot_labels(batch, anchors, config.verify_rows)
-    scores = F.linear(slot_rows(config, hidden), head.head)
+    scores = head_scores(slot_rows(config, hidden), head.head)
     if config.markov_rank > 0:
         before = gather_rows(batch.ids, positions - 1)
         scores = scores + F.linear(p[MARKOV_W1][before], p[MARKOV_W2])
@@ -160,7 +172,7 @@ def draft_round(
     slots = slot_rows(config, hidden)
     if generators is None:
         chunks = zip(slots.flatten(0, 1).split(256), first.flatten().split(256), strict=True)
-        found = [head.ids[_greedy(p, config, F.linear(x, head.head), head, t)] for x, t in chunks]
+        found = [head.ids[_greedy(p, config, head_scores(x, head.head), head, t)] for x, t in chunks]
         drafts = torch.cat(found).view_as(recorded)
         return drafts, ((drafts == recorded) & inside).int().cumprod(-1).sum(-1)
     if bool(batch.next_probs.isnan().any()):
@@ -176,7 +188,7 @@ def draft_round(
     for s, generator in enumerate(generators):
         judged = (label[s], prob[s], top[s], top_probs[s])
         rows, accepted[s] = _sampled(
-            p, config, F.linear(slots[s], head.head), head, first[s], judged, generator
+            p, config, head_scores(slots[s], head.head), head, first[s], judged, generator
         )
         drafts[s] = head.ids[rows]
     return drafts, accepted
