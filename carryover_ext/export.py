@@ -134,10 +134,12 @@ def _with_embedding(
 
 
 def target_weights(target: str) -> tuple[Tensor, Tensor]:
-    """Embedding and head ``[V, H]`` of a Transformers model (bfloat16); the same tensor when they are tied."""
-    from .pretrained import load_target
+    """Embedding and head ``[V, H]`` of a Transformers model, in its dtype; the same tensor when they are tied."""
+    from transformers import AutoModelForCausalLM
 
-    model, _ = load_target(target)
+    from .pretrained import target_path
+
+    model = AutoModelForCausalLM.from_pretrained(target_path(target), dtype="auto")
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 
