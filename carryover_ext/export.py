@@ -1,9 +1,9 @@
-"""Checkpoints in the layouts that other programs read: vLLM with this package's plugin, the speculators library, and
-z-lab's and DeepSpec's own code.
+"""Checkpoints in the layouts that other programs read: vLLM with this package's plugin, the speculators
+library, and z-lab's and DeepSpec's own code.
 
-The differences that matter: names of the architectures; whether a reduced draft vocabulary is there, and as what
-(``d2t`` as target ids or as distances to the row, with the head's rows beside it); how taps are counted; where a
-learned mask embedding lives; and whether the reader knows the carryover embedding.
+The differences that matter: names of the architectures; whether a reduced draft vocabulary is there, and as
+what (``d2t`` as target ids or as distances to the row, with the head's rows beside it); how taps are counted;
+where a learned mask embedding lives; and whether the reader knows the carryover embedding.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def export_checkpoint(
     """Write the drafter in ``source`` to the folder ``out`` in the layout of ``to``.
 
     Args:
-        source: a folder that this package loads: its own, z-lab's DFlash, DeepSpec's DSpark, or one that was exported
-            for vLLM.
+        source: a folder that this package loads: its own, z-lab's DFlash, DeepSpec's DSpark, or one that was
+            exported for vLLM.
         to: ``vllm``, ``speculators`` or ``zlab``.
-        target: the target's folder, hub id or name. Needed where its head's rows are written: for a reduced draft
-            vocabulary (``vllm``) and always for ``speculators``.
+        target: the target's folder, hub id or name. Needed where its head's rows are written: for a reduced
+            draft vocabulary (``vllm``) and always for ``speculators``.
         plain: leave the carryover embedding out: the result is a plain DFlash or DSpark checkpoint.
-        warm_start: add a zero carryover embedding to a checkpoint that has none. It drafts like the original as long
-            as nothing is carried, and is where Carryover training starts.
+        warm_start: add a zero carryover embedding to a checkpoint that has none. It drafts like the original
+            as long as nothing is carried, and is where Carryover training starts.
 
     Raises ValueError for a combination that the reader could not use, FileNotFoundError for a missing folder.
     """
@@ -134,7 +134,8 @@ def _with_embedding(
 
 
 def target_weights(target: str) -> tuple[Tensor, Tensor]:
-    """Embedding and head ``[V, H]`` of a Transformers model, in its dtype; the same tensor when they are tied."""
+    """Embedding and head ``[V, H]`` of a Transformers model, in its dtype; the same tensor when they are
+    tied."""
     from transformers import AutoModelForCausalLM
 
     from .pretrained import target_path
@@ -146,7 +147,8 @@ def target_weights(target: str) -> tuple[Tensor, Tensor]:
 def _head_rows(c: _Checkpoint, to: str) -> Tensor:
     if c.head is None:
         raise ValueError(
-            f"target is not given: the {to} layout holds rows of the target's head for the reduced draft vocabulary of "
+            f"target is not given: the {to} layout holds rows of the target's head for the reduced draft "
+            "vocabulary of "
             f"{c.config.draft_vocab_size} tokens; name the target (--target)"
         )
     ids = c.tensors.get("d2t")
@@ -168,7 +170,8 @@ def _check_engine(c: _Checkpoint, to: str) -> None:
         )
     if c.markov and config.markov_head_type != "vanilla":
         raise ValueError(
-            f"markov_head_type={config.markov_head_type!r}: {to} knows 'vanilla' only; other heads draft in this "
+            f"markov_head_type={config.markov_head_type!r}: {to} knows 'vanilla' only; other heads draft in "
+            "this "
             "package's engine"
         )
     scale = config.input_embedding_scale
@@ -202,7 +205,8 @@ def _to_zlab(c: _Checkpoint, folder: Path) -> dict[str, Any]:
             wide[ids] = narrow
             c.tensors["markov_head.markov_w2.weight"] = wide
         c.notes.append(
-            f"the reduced draft vocabulary ({ids.numel()} tokens) is left out: this layout drafts from the whole head"
+            f"the reduced draft vocabulary ({ids.numel()} tokens) is left out: this layout drafts from the "
+            "whole head"
         )
     config = dataclasses.replace(
         c.config,
@@ -222,7 +226,8 @@ def _to_speculators(c: _Checkpoint, folder: Path) -> dict[str, Any]:
         )
     if config.target_hidden_size != config.hidden_size:
         raise ValueError(
-            f"target_hidden_size={config.target_hidden_size}: speculators' DFlash needs the drafter's hidden size, "
+            f"target_hidden_size={config.target_hidden_size}: speculators' DFlash needs the drafter's hidden "
+            "size, "
             f"{config.hidden_size}"
         )
     if "mask_embedding" in c.tensors:

@@ -133,7 +133,10 @@ def _watch_v2(drafter: Any, of_runner: Any, referee: Referee) -> Any:
         starts = batch.query_start_loc[: batch.num_reqs + 1].tolist()
         rejected, sampled = num_rejected[: batch.num_reqs].tolist(), num_sampled[: batch.num_reqs].tolist()
         slots = batch.idx_mapping[: batch.num_reqs].tolist()
-        anchors = [int((last_sampled if n else next_prefill).view(-1)[s]) for s, n in zip(slots, sampled, strict=True)]
+        anchors = [
+            int((last_sampled if n else next_prefill).view(-1)[s])
+            for s, n in zip(slots, sampled, strict=True)
+        ]
         drafts = propose(*args, **kwargs).clone()
         for i, request in enumerate(batch.req_ids):
             rows = slice(starts[i], starts[i + 1])
@@ -155,12 +158,19 @@ def _watch_v2(drafter: Any, of_runner: Any, referee: Referee) -> Any:
     return watching
 
 
-def generate(llm: Any, prompts: Sequence[Sequence[int]], lengths: int | Sequence[int], **options: Any) -> list[list[int]]:
+def generate(
+    llm: Any, prompts: Sequence[Sequence[int]], lengths: int | Sequence[int], **options: Any
+) -> list[list[int]]:
     """Token ids of the answers (greedy unless told otherwise); never stops before ``lengths``."""
     from vllm import SamplingParams
 
     wanted = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
-    params = [SamplingParams(**({"temperature": 0.0, "max_tokens": n, "ignore_eos": True, "detokenize": False} | options)) for n in wanted]
+    params = [
+        SamplingParams(
+            **({"temperature": 0.0, "max_tokens": n, "ignore_eos": True, "detokenize": False} | options)
+        )
+        for n in wanted
+    ]
     out = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in out]
 

@@ -34,8 +34,11 @@ def save_target(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def save_drafter(folder: Path, target: Path, *, markov: bool = False, seed: int = 1, **changes: object) -> Path:
-    """A random Carryover drafter in this package's own layout (``folder/own``) and as exported (``folder/vllm``)."""
+def save_drafter(
+    folder: Path, target: Path, *, markov: bool = False, seed: int = 1, **changes: object
+) -> Path:
+    """A random Carryover drafter in this package's own layout (``folder/own``) and as exported
+    (``folder/vllm``)."""
     torch.manual_seed(seed)
     shape: dict = {
         "hidden_size": HIDDEN,

@@ -1,9 +1,9 @@
-"""Looks over the shoulder of a proposer in the running engine: what it drafts must be what this package's own drafter
-drafts from the same target states, request by request and round by round.
+"""Looks over the shoulder of a proposer in the running engine: what it drafts must be what this package's own
+drafter drafts from the same target states, request by request and round by round.
 
-The reference remembers nothing of the engine's caches. It knows the target state of every token it has seen, keyed by
-the tokens up to it, and builds each round's context from those: whatever the engine loses, mixes up between requests,
-or carries when it must not, shows as other tokens.
+The reference remembers nothing of the engine's caches. It knows the target state of every token it has seen,
+keyed by the tokens up to it, and builds each round's context from those: whatever the engine loses, mixes up
+between requests, or carries when it must not, shows as other tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ TIE = 1e-4  # of the largest logit: what another order of summation may decide i
 
 @dataclass
 class Report:
-    """Counts over all requests and rounds. ``drafted``: tokens compared; ``equal``: of those, equal to the reference;
-    ``ties``: unequal, the two logits within rounding; ``without``: equal to a reference that carries nothing, in
-    rounds that carried; ``carried_tokens``: tokens of those rounds; ``rejected``: rounds by rejected rows;
-    ``carried``: rounds by carried rows."""
+    """Counts over all requests and rounds. ``drafted``: tokens compared; ``equal``: of those, equal to the
+    reference; ``ties``: unequal, the two logits within rounding; ``without``: equal to a reference that
+    carries nothing, in rounds that carried; ``carried_tokens``: tokens of those rounds; ``rejected``,
+    ``carried``, ``rows``: rounds by such rows; ``starts``: prefill steps by their first row's position."""
 
     rounds: int = 0
     drafted: int = 0
@@ -40,7 +40,7 @@ class Report:
     rejected: Counter = field(default_factory=Counter)
     carried: Counter = field(default_factory=Counter)
     rows: Counter = field(default_factory=Counter)
-    first_positions: Counter = field(default_factory=Counter)
+    starts: Counter = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
 
@@ -53,10 +53,12 @@ def target_tensors(folder: Path) -> tuple[Tensor, Tensor]:
 
 class Referee:
     """Args:
-    folder: the drafter in this package's layout. target: the target's folder. limit: the engine's max_model_len.
-    carry: whether the engine carries (False: the reference leaves the segment out). truth: a request's prompt ->
-    its whole token sequence; drafts are then overwritten by a random number of right tokens, so that acceptance
-    varies. window: as in ``segment.carried_rows``.
+    folder: the drafter in this package's layout. target: the target's folder.
+    limit: the engine's max_model_len.
+    carry: whether the engine carries (False: the reference leaves the segment out).
+    truth: a request's prompt -> its whole token sequence; drafts are then overwritten by a random number of
+        right tokens, so that acceptance varies.
+    window: as in ``segment.carried_rows``.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class Referee:
         anchor: int,
         drafts: Tensor,
     ) -> Tensor:
-        """One request of one round: its rows (accepted, then ``rejected``), the next token, and the engine's drafts
-        ``[K]``, which come back, overwritten where ``truth`` says so. ``known``: the request's tokens so far."""
+        """One request of one round: its rows (accepted, then ``rejected``), the next token, and the engine's
+        drafts ``[K]``, which come back, overwritten where ``truth`` says so. ``known``: the request's tokens
+        so far."""
         report, accepted = self.report, tokens.shape[0] - rejected
         first, count = int(positions[0]), int(positions[accepted - 1]) + 1
         sequence = [*known[:first], *tokens[:accepted].tolist()]
@@ -99,7 +102,7 @@ class Referee:
             self.states[tuple(sequence[: first + i + 1])] = states[i].clone()
         context = [self.states.get(tuple(sequence[: i + 1])) for i in range(count)]
         if any(state is None for state in context):
-            report.faults.append(f"{request}: rows of positions {first}.. arrived before those in front of them")
+            report.faults.append(f"{request}: rows from {first} on came before those in front of them")
             return drafts
         block = len(drafts) + self.drafter.config.first_slot
         fit = min(len(drafts), self.limit - count - self.drafter.config.first_slot)
@@ -110,7 +113,8 @@ class Referee:
         report.rejected[rejected] += 1
         report.carried[carried] += 1
         report.rows[tokens.shape[0]] += 1
-        report.first_positions[first] += rejected == 0
+        if not rejected and first < len(prompt):
+            report.starts[first] += 1
         if fit > 0:
             rows = [*context, *states[accepted : accepted + carried]]
             expected = self._draft(rows, count, anchor, fit)
@@ -179,6 +183,6 @@ class Referee:
                 report.ties += 1
             else:
                 report.faults.append(
-                    f"{request} at position {count}, slot {k}: {got[k]} instead of {expected[k]}, {gap:.3g} apart, "
-                    f"{len(rows) - count} rows carried"
+                    f"{request} at position {count}, slot {k}: {got[k]} instead of {expected[k]}, "
+                    f"{gap:.3g} apart, {len(rows) - count} rows carried"
                 )

@@ -1,8 +1,8 @@
 """Carryover Drafting inside vLLM: found by its entry point (``vllm.general_plugins``), selected by the
 architecture that ``carryover export --to vllm`` writes. Nothing changes for any other checkpoint.
 
-vLLM loads the plugin in every process, so that importing this module must stay cheap: neither vLLM's model code
-nor PyTorch is imported before an engine asks for a Carryover drafter.
+vLLM loads the plugin in every process, so that importing this module must stay cheap: neither vLLM's model
+code nor PyTorch is imported before an engine asks for a Carryover drafter.
 """
 
 from __future__ import annotations

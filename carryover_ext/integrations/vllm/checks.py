@@ -1,5 +1,6 @@
-"""What is checked when the engine starts: mistakes of the user are errors with the remedy; what this package does
-not know about the machine turns carrying off, loudly (:func:`carryover_ext.integrations.vllm.compat.plain`).
+"""What is checked when the engine starts: mistakes of the user are errors with the remedy; what this package
+does not know about the machine turns carrying off, loudly
+(:func:`carryover_ext.integrations.vllm.compat.plain`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from .compat import BACKENDS, KV_DTYPES, carryover_wanted
 
 @dataclass(frozen=True)
 class Plan:
-    """What a drafter is to do. ``off``: why nothing is carried, None: rows are carried. ``shifted``: carried rows
-    get the position that they predict. ``window``: smallest sliding window of the layers, 0: none. ``limit``:
-    positions of the drafter's rotary table."""
+    """What a drafter is to do. ``off``: why nothing is carried, None: rows are carried. ``shifted``: carried
+    rows get the position that they predict. ``window``: smallest sliding window of the layers, 0: none.
+    ``limit``: positions of the drafter's rotary table."""
 
     off: str | None
     shifted: bool
@@ -49,8 +50,8 @@ def check_length(draft: Any, tokens: int, dspark: bool, name: str) -> None:
     most = block if anchor_first else block - 1
     if tokens > most:
         raise ValueError(
-            f"num_speculative_tokens={tokens}: drafter {name!r} was trained with block_size={block}, which drafts "
-            f"at most {most}; set num_speculative_tokens to {most} or less"
+            f"num_speculative_tokens={tokens}: drafter {name!r} was trained with block_size={block}, which "
+            f"drafts at most {most}; set num_speculative_tokens to {most} or less"
         )
 
 
@@ -66,8 +67,8 @@ def make_plan(vllm_config: Any) -> Plan:
     embed_at = carry.get("carry_embed_at", "pre_norm")
     if embed_at != "pre_norm":
         raise ValueError(
-            f"drafter {name!r} has carry_embed_at={embed_at!r}: vLLM's fused projection takes the embedding before "
-            "the norm only; train with carry_embed_at='pre_norm', or set CARRYOVER=off"
+            f"drafter {name!r} has carry_embed_at={embed_at!r}: vLLM's fused projection takes the embedding "
+            "before the norm only; train with carry_embed_at='pre_norm', or set CARRYOVER=off"
         )
     layers = getattr(draft, "layer_types", None) or ()
     window = getattr(draft, "sliding_window", None) if "sliding_attention" in layers else None
@@ -86,7 +87,8 @@ def _why_off(vllm_config: Any) -> str | None:
     dtype = getattr(speculative, "kv_cache_dtype", None) or vllm_config.cache_config.cache_dtype
     if dtype not in KV_DTYPES:
         return (
-            f"kv_cache_dtype={dtype!r} is not one that carried rows were tested with ({', '.join(KV_DTYPES)}); "
+            f"kv_cache_dtype={dtype!r} is not one that carried rows were tested with "
+            f"({', '.join(KV_DTYPES)}); "
             "start with --kv-cache-dtype auto"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -103,6 +105,7 @@ def backend_problem(names: Iterable[str]) -> str | None:
     if not unknown:
         return None
     return (
-        f"attention backend {', '.join(unknown)} of the drafter was not tested with carried rows; choose one of "
+        f"attention backend {', '.join(unknown)} of the drafter was not tested with carried rows; choose one "
+        "of "
         f'{", ".join(BACKENDS)} with "attention_backend" in --speculative-config'
     )

@@ -1,5 +1,5 @@
-"""Which vLLM this package knows, and whether carrying is on: what it cannot be sure of runs as plain DFlash, and
-says so.
+"""Which vLLM this package knows, and whether carrying is on: what it cannot be sure of runs as plain DFlash,
+and says so.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import importlib
 import inspect
 import os
 from functools import cache, reduce
-from typing import Any
+from typing import Any, cast
 
 FIRST, LAST = (0, 29), (0, 33)  # versions whose hooks were compared with SIGNATURES, both included
 ENVIRONMENT = "CARRYOVER"
@@ -77,10 +77,20 @@ def carryover_wanted() -> bool:
 def plain(reason: str) -> None:
     """Say that the drafter runs as plain DFlash, why, and what to do about it."""
     log().warning(
-        "CARRYOVER IS OFF: %s. Drafting goes on as plain DFlash with the same weights: outputs stay right, the gain "
-        "of the carried rows is lost.",
+        "CARRYOVER IS OFF: %s. Drafting goes on as plain DFlash with the same weights: outputs stay right, "
+        "the gain of the carried rows is lost.",
         reason,
     )
+
+
+def warn_of_prefix_caching(vllm_config: Any) -> None:
+    """vLLM's own fault 47930, which low acceptance would otherwise be the only sign of."""
+    if vllm_config.cache_config.enable_prefix_caching:
+        log().warning(
+            "prefix caching is on: with DFlash drafters vLLM may lose the drafter's context of cached "
+            "prefixes and draft badly (vllm-project/vllm issue 47930); outputs stay right. If acceptance is "
+            "low, start with --no-enable-prefix-caching"
+        )
 
 
 def version_problem(version: str) -> str | None:
@@ -93,7 +103,10 @@ def version_problem(version: str) -> str | None:
     if FIRST <= pair <= LAST:
         return None
     known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
-    return f"this plugin knows vLLM {known}, and this is {version}; install one of those, or a newer carryover_ext"
+    return (
+        f"this plugin knows vLLM {known}, and this is {version}; install one of those, or a newer "
+        "carryover_ext"
+    )
 
 
 def signature_problem(module_name: str) -> str | None:
@@ -101,7 +114,8 @@ def signature_problem(module_name: str) -> str | None:
     module = importlib.import_module(module_name)
     for path, expected in SIGNATURES[module_name].items():
         try:
-            found = tuple(inspect.signature(reduce(getattr, path.split("."), module)).parameters)
+            function: Any = reduce(getattr, path.split("."), cast(Any, module))
+            found = tuple(inspect.signature(function).parameters)
         except (AttributeError, TypeError, ValueError) as error:
             return f"{module_name}.{path} is not there ({error})"
         missing = [name for name in NAMED.get(path, ()) if name not in found]

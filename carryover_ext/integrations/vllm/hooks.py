@@ -1,8 +1,9 @@
-"""vLLM chooses its proposer classes by name in its own code, so the choice is made where they are constructed:
-``__new__`` of the stock class returns an instance of ours when the drafter is a Carryover checkpoint.
+"""vLLM chooses its proposer classes by name in its own code, so the choice is made where they are
+constructed: ``__new__`` of the stock class returns an instance of ours when the drafter is a Carryover
+checkpoint.
 
-The classes are changed when vLLM imports their modules. Importing the modules here would cost every process of
-vLLM, the API server too, seconds and memory.
+The classes are changed when vLLM imports their modules. Importing the modules here would cost every process
+of vLLM, the API server too, seconds and memory.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def _read_speculators(module: ModuleType) -> None:
         types[name] = wrapped
 
 
-PATCHES: dict[str, Callable[[ModuleType], None]] = {name: _choose_class for name in PROPOSERS}
+PATCHES: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(PROPOSERS, _choose_class)
 PATCHES[FORMATS] = _read_speculators
 
 

@@ -1,8 +1,8 @@
 """vLLM's DFlash and DSpark models with one more parameter, the carryover embedding.
 
-The embedding is added by the proposers (:mod:`.v1`, :mod:`.v2`) to the rows that were rejected, after ``fc`` and
-before the norm, so that these models compute what the stock ones do. It lives in the hidden size, which tensor
-parallelism replicates; the K and V projections after it are sharded by vLLM as ever.
+The embedding is added by the proposers (:mod:`.v1`, :mod:`.v2`) to the rows that were rejected, after ``fc``
+and before the norm, so that these models compute what the stock ones do. It lives in the hidden size, which
+tensor parallelism replicates; the K and V projections after it are sharded by vLLM as ever.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ def _checked(
             tokens = tensor + torch.arange(tensor.numel(), device=tensor.device)
             if tensor.numel() and int(tokens.max()) >= vocab_size:
                 raise ValueError(
-                    f"d2t names token {int(tokens.max())} of a vocabulary of {vocab_size}: it holds token ids where "
-                    "vLLM wants the distance to the row; write the folder with `carryover export --to vllm`"
+                    f"d2t names token {int(tokens.max())} of a vocabulary of {vocab_size}: it holds token "
+                    "ids where vLLM wants the distance to the row; write the folder with "
+                    "`carryover export --to vllm`"
                 )
         seen.add(name)
         yield name, tensor
@@ -43,7 +44,8 @@ def _require_embedding(seen: set[str], folder: str) -> None:
     if EMBEDDING not in seen:
         raise ValueError(
             f"drafter {folder!r} has no tensor {EMBEDDING!r}, which its architecture needs; "
-            "`carryover export --to vllm --warm-start` adds one that is zero, `--plain` writes a DFlash checkpoint"
+            "`carryover export --to vllm --warm-start` adds one that is zero, `--plain` writes a DFlash "
+            "checkpoint"
         )
 
 

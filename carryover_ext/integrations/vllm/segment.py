@@ -1,15 +1,17 @@
 """Where the carried rows live in a paged cache that knows one sequence a request: pure tensor code, no vLLM.
 
 vLLM hands the drafter every verified row, the rejected ones as padding behind the accepted ones, and lays the
-query block over them. Carryover keeps the rejected rows where verification put them and moves the block back::
+query block over them. Carryover keeps the rejected rows where verification put them and moves the block
+back::
 
     slot      0 .. n-1            n .. n+r-1            n+r .. n+r+Q-1
     holds     accepted context    rejected rows (+ E)   query block (anchor, masks)
-    position  0 .. n-1            n .. n+r-1            n .. n+Q-1        (RoPE; slots and positions part here)
+    position  0 .. n-1            n .. n+r-1            n .. n+Q-1
 
-The scheduler already reserves these slots for verification plus drafting. The next round overwrites them, so that
-nothing has to be remembered between rounds: a request that was preempted, resumed, started from a cached prefix, or
-that took another's slot has no drafts to reject in its first step, hence nothing carried.
+Position is what RoPE sees; slots and positions part at the block. The scheduler already reserves these slots
+for verification plus drafting. The next round overwrites them, so that nothing has to be remembered between
+rounds: a request that was preempted, resumed, started from a cached prefix, or that took another's slot has
+no drafts to reject in its first step, hence nothing carried.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ def find_rejected(num_rows: int, row_start: Tensor, rejected: Tensor, carried: T
 
 
 def slots_of(block_table: Tensor, request: Tensor, index: Tensor, block_size: int, max_len: int) -> Tensor:
-    """Flat cache slots (int64) of row numbers ``index`` of ``request`` (same shape): -1 past ``max_len`` and in
-    vLLM's null block 0.
+    """Flat cache slots (int64) of row numbers ``index`` of ``request`` (same shape): -1 past ``max_len`` and
+    in vLLM's null block 0.
     """
     index = index.long()
     page = (index // block_size).clamp(0, block_table.shape[1] - 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from .checks import backend_problem, make_plan
-from .compat import log, plain
+from .compat import log, plain, warn_of_prefix_caching
 from .segment import carried_rows, find_rejected, query_slots, slots_of
 
 BUFFERS = ("_context_slot_mapping_buffer", "_context_positions_buffer", "_slot_mapping_buffer", "positions")
@@ -35,23 +35,18 @@ class CarryoverProposer(DFlashProposer):
             "Carryover: V1 runner, %d drafts a round, the rejected ones are carried",
             self.num_speculative_tokens,
         )
-        if vllm_config.cache_config.enable_prefix_caching:
-            log().warning(
-                "prefix caching is on: with DFlash drafters vLLM may lose the drafter's context of cached prefixes "
-                "and draft badly (vllm-project/vllm issue 47930); outputs stay right. If acceptance is low, start "
-                "with --no-enable-prefix-caching"
-            )
+        warn_of_prefix_caching(vllm_config)
 
     def _draft_past_the_limit(self, runner: Any) -> None:
-        """The stock runner stops drafting for the whole batch, and leaves its context rows unwritten, once one
-        request is within a block of the length limit. Here rows past the limit have no slot and their drafts are cut
-        by the scheduler, so that the others need not stop."""
+        """The stock runner stops drafting for the whole batch, and leaves its context rows unwritten, once
+        one request is within a block of the length limit. Here rows past the limit have no slot and their
+        drafts are cut by the scheduler, so that the others need not stop."""
         if hasattr(runner, "_input_fits_in_drafter"):
             runner._input_fits_in_drafter = lambda metadata: metadata is not None
         else:
             log().warning(
-                "this vLLM's runner has no _input_fits_in_drafter: drafting may pause for all requests while one is "
-                "near the length limit"
+                "this vLLM's runner has no _input_fits_in_drafter: drafting may pause for all requests while "
+                "one is near the length limit"
             )
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
@@ -101,7 +96,8 @@ class CarryoverProposer(DFlashProposer):
             verified = target_positions[0] if target_positions.dim() == 2 else target_positions
             slots = self._context_slot_mapping_buffer[: rows.carried.shape[0]]
             positions = self._context_positions_buffer[: rows.carried.shape[0]]
-            # Rejected rows sit where verification put them; which slots the stock kernel gave them does not matter.
+            # Rejected rows sit where verification put them; which slots the stock kernel gave them does not
+            # matter.
             own = slots_of(table, rows.request, verified, block_size, limit)
             slots.copy_(torch.where(rows.carried, own, slots).masked_fill_(rows.dropped, -1))
             positions.copy_(torch.where(rows.carried, verified + int(self.plan.shifted), positions))

@@ -1,5 +1,6 @@
-"""Carryover for vLLM's V2 model runner: ``prepare_dflash_inputs`` is wrapped. It runs eagerly before a round's graph
-is replayed and writes the buffers that the graph reads, so that nothing of Carryover is captured.
+"""Carryover for vLLM's V2 model runner: ``prepare_dflash_inputs`` is wrapped. It runs eagerly before a
+round's graph is replayed and writes the buffers that the graph reads, so that nothing of Carryover is
+captured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from .checks import backend_problem, make_plan
-from .compat import log, plain
+from .compat import log, plain, warn_of_prefix_caching
 from .segment import carried_rows, find_rejected, query_slots, slots_of
 
 _active: CarryoverMixin | None = None  # the speculator whose propose() is running
@@ -51,12 +52,7 @@ class CarryoverMixin:
             "Carryover: V2 runner, %d drafts a round, the rejected ones are carried",
             self.num_speculative_steps,  # type: ignore[attr-defined]
         )
-        if vllm_config.cache_config.enable_prefix_caching:
-            log().warning(
-                "prefix caching is on: with DFlash drafters vLLM may lose the drafter's context of cached prefixes "
-                "and draft badly (vllm-project/vllm issue 47930); outputs stay right. If acceptance is low, start "
-                "with --no-enable-prefix-caching"
-            )
+        warn_of_prefix_caching(vllm_config)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         super().set_attn(*args, **kwargs)  # type: ignore[misc]
