@@ -299,7 +299,5 @@ def test_the_entry_point_is_the_plugin() -> None:
     from pathlib import Path
 
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert (
-        '[project.entry-points."vllm.general_plugins"]\ncarryover = "carryover_ext.integrations.vllm:register"'
-        in text
-    )
+    heading = '[project.entry-points."vllm.general_plugins"]'
+    assert f'{heading}\ncarryover = "carryover_ext.integrations.vllm:register"' in text

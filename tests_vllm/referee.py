@@ -43,6 +43,17 @@ class Report:
     starts: Counter = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
 
+    def check(self, drafts: int, segment: bool = True) -> None:
+        """All drafts equal the reference, and the check had something to say: every number of rejected rows
+        came up, and (``segment``) the carried rows change what the reference drafts."""
+        assert not self.faults, self.faults[:5]
+        assert self.equal + self.ties == self.drafted > 0
+        assert self.ties <= self.drafted // 100
+        assert all(self.rejected[r] for r in range(drafts + 1)), self.rejected
+        if segment:
+            assert all(self.carried[r] for r in range(1, drafts + 1)), self.carried
+            assert self.without < 0.9 * self.carried_tokens, (self.without, self.carried_tokens)
+
 
 def target_tensors(folder: Path) -> tuple[Tensor, Tensor]:
     """Embedding and head of a target's folder, float32."""
