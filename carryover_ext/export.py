@@ -105,6 +105,8 @@ def export_checkpoint(
         "zlab": _to_zlab,
     }
     folder = Path(out)
+    if "sliding_attention" in (config.layer_types or ()):
+        config.extra["use_sliding_window"] = True  # without it Transformers' Qwen3Config drops the window
     values = writer[to](checkpoint, folder)
     write_tensors(folder, checkpoint.tensors)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")

@@ -176,6 +176,14 @@ def test_warm_start_and_back(tmp_path: Path, target: Path, markov: bool) -> None
         assert torch.equal(tensor, found[name]), name
 
 
+def test_a_window_survives_transformers_reading(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    layers = {"layer_types": ["sliding_attention"], "sliding_window": 16}
+    export_checkpoint(make(tmp_path / "own", **layers), tmp_path / "out", "vllm")
+    assert AutoConfig.from_pretrained(tmp_path / "out").sliding_window == 16
+
+
 def test_errors(tmp_path: Path, target: Path) -> None:
     source = make(tmp_path / "own", reduced=True)
     with pytest.raises(ValueError, match=r"to='gguf': must be one of vllm, speculators, zlab"):

@@ -188,6 +188,15 @@ def test_backends() -> None:
     assert "FLASHINFER of the drafter" in str(checks.backend_problem(["FLASH_ATTN", "FLASHINFER"]))
 
 
+def test_temperatures_are_expanded_as_vllm_means_it() -> None:
+    """Each request's value once a token; 0 (greedy) becomes 1; a request without drafts gets none."""
+    from carryover_ext.integrations.vllm.judge import expand
+
+    out = expand(torch.tensor([0.75, 0.0, 3.0, 1.5]), torch.tensor([2, 3, 3, 5]), 5, 0, 1)
+    assert out.tolist() == [0.75, 0.75, 1.0, 1.5, 1.5]
+    assert expand(torch.tensor([7, 9]), torch.tensor([1, 3]), 3).tolist() == [7, 9, 9]
+
+
 # -- which vLLM ----------------------------------------------------------------------------------------
 
 

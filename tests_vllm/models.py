@@ -62,7 +62,9 @@ def save_drafter(
             if parameter.dim() == 2:
                 torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
             elif name == "carryover_embedding":
-                torch.nn.init.normal_(parameter)
+                torch.nn.init.normal_(parameter, std=2.0)
+            elif "k_norm" in name:  # sharp attention: a single row decides now and then
+                torch.nn.init.constant_(parameter, 2.0)
     if drafter.d2t is not None:
         drafter.d2t.copy_(torch.randperm(VOCAB)[: drafter.d2t.numel()].sort().values)
     drafter.save_pretrained(folder / "own")

@@ -1,4 +1,4 @@
-"""The V2 runner, its Triton kernels in the interpreter: DFlash and DSpark, one and several KV cache groups."""
+"""The V2 runner, its Triton kernels in the interpreter: DFlash and DSpark, one and several KV groups."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from .checks import backend_problem, make_plan
 from .compat import log, plain, warn_of_prefix_caching
+from .judge import mend
 from .segment import carried_rows, find_rejected, query_slots, slots_of
 
 BUFFERS = ("_context_slot_mapping_buffer", "_context_positions_buffer", "_slot_mapping_buffer", "positions")
@@ -24,6 +25,8 @@ class CarryoverProposer(DFlashProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         self.plan = make_plan(vllm_config)
         super().__init__(vllm_config, device, runner)
+        if device.type == "cpu":
+            mend(device)
         missing = [name for name in BUFFERS if not hasattr(self, name)]
         off = self.plan.off or (f"DFlashProposer has no {', '.join(missing)}" if missing else None)
         self.carrying = off is None
