@@ -1,8 +1,8 @@
 """A fault of vLLM's CPU backend that sampled output would otherwise be blamed on the drafter for.
 
-``expand_batch_to_tokens`` gives each drafted token its request's temperature. On the CPU (seen in 0.32.0) the
-kernel writes into an integer copy, so that the temperatures stay uninitialised memory and, with any speculative
-drafter, output at temperature above 0 does not follow the target's law.
+``expand_batch_to_tokens`` gives each drafted token its request's temperature. On the CPU (seen in 0.32.0) its
+kernel writes into an integer copy, so that the temperatures stay uninitialised memory and, with any
+speculative drafter, output at temperature above 0 does not follow the target's law.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def mend(device: torch.device) -> bool:
         return False
     rejection_sampler.expand_batch_to_tokens = expand
     log().warning(
-        "this vLLM expands temperatures wrongly on %s, so that sampled output with drafts would not follow the "
-        "target's law; its function was replaced. Servers without a Carryover drafter keep the fault",
+        "this vLLM expands temperatures wrongly on %s, so that sampled output with drafts would not follow "
+        "the target's law; its function was replaced. Servers without a Carryover drafter keep the fault",
         device.type,
     )
     return True
