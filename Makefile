@@ -38,7 +38,7 @@ test: install $(VENV)/.dev
 
 # In the real vLLM, in a venv of its own (about 1 GB). V2 runs its Triton kernels in the interpreter.
 test-vllm: $(VLLM_VENV)/.package
-	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) tests_vllm/test_v1.py
+	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) tests_vllm/test_v1.py tests_vllm/test_parallel.py
 	$(VLLM_ENV) VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) tests_vllm/test_v2.py
 
 test-vllm-quick: $(VLLM_VENV)/.package

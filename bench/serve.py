@@ -11,7 +11,6 @@ server its part of the memory: --vllm-args="--gpu-memory-utilization 0.2".
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import shlex
@@ -22,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,9 +172,7 @@ def counters(url: str) -> dict[str, float]:
     return found
 
 
-async def ask(
-    session: Any, url: str, prompt: list[int], args: argparse.Namespace, temperature: float
-) -> dict:
+def ask(url: str, prompt: list[int], args: argparse.Namespace, temperature: float) -> dict[str, Any]:
     """One streamed completion: its text, tokens, and the times of its first and last token."""
     body = {
         "model": "target",
@@ -186,21 +184,25 @@ async def ask(
         "stream_options": {"include_usage": True},
         "ignore_eos": bool(args.forced_acceptance),
     }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     start, first, last, text, tokens = time.perf_counter(), 0.0, 0.0, "", 0
-    async with session.post(f"{url}/v1/completions", json=body) as reply:
-        if reply.status != 200:
-            raise SystemExit(f"{url} answered {reply.status}: {(await reply.text())[:500]}")
-        async for raw in reply.content:
-            line = raw.decode().strip()
-            if not line.startswith("data: ") or line.endswith("[DONE]"):
-                continue
-            chunk = json.loads(line[6:])
-            if chunk.get("choices"):
-                last = time.perf_counter()
-                first = first or last
-                text += chunk["choices"][0]["text"]
-            if chunk.get("usage"):
-                tokens = chunk["usage"]["completion_tokens"]
+    try:
+        with urllib.request.urlopen(request, timeout=3600) as reply:
+            for raw in reply:
+                line = raw.decode().strip()
+                if not line.startswith("data: ") or line.endswith("[DONE]"):
+                    continue
+                chunk = json.loads(line[6:])
+                if chunk.get("choices"):
+                    last = time.perf_counter()
+                    first = first or last
+                    text += chunk["choices"][0]["text"]
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+    except urllib.error.HTTPError as e:
+        raise SystemExit(f"{url} answered {e.code}: {e.read().decode(errors='replace')[:500]}") from None
     return {
         "text": text,
         "tokens": tokens,
@@ -209,22 +211,14 @@ async def ask(
     }
 
 
-async def drive(
+def drive(
     server: Server, prompts: list[list[int]], args: argparse.Namespace, at_a_time: int, temperature: float
 ) -> dict[str, Any]:
     """All prompts to one server, ``at_a_time`` of them under way: a record for the report."""
-    import aiohttp
-
-    gate = asyncio.Semaphore(at_a_time)
     before = counters(server.url)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600)) as session:
-
-        async def one(prompt: list[int]) -> dict:
-            async with gate:
-                return await ask(session, server.url, prompt, args, temperature)
-
+    with ThreadPoolExecutor(at_a_time) as pool:
         start = time.perf_counter()
-        replies = await asyncio.gather(*(one(prompt) for prompt in prompts))
+        replies = list(pool.map(lambda prompt: ask(server.url, prompt, args, temperature), prompts))
         seconds = time.perf_counter() - start
     after = counters(server.url)
     return {
@@ -280,7 +274,7 @@ def main() -> int:
             print(f"starting {arm.name}", flush=True)
             servers.append(stack.enter_context(serving(args, arm)))
         for server in servers:  # compilers and caches, once
-            asyncio.run(drive(server, ids[:1], args, 1, 0.0))
+            drive(server, ids[:1], args, 1, 0.0)
         turn = 0
         for repetition in range(args.repeat):
             for temperature in temperatures:
@@ -288,7 +282,7 @@ def main() -> int:
                     shift = turn % len(servers)
                     turn += 1
                     for server in servers[shift:] + servers[:shift]:
-                        record = asyncio.run(drive(server, ids, args, level, temperature))
+                        record = drive(server, ids, args, level, temperature)
                         records.append(record | {"repetition": repetition})
                         print(serve_report.line(record), flush=True)
     settings = {key: value for key, value in vars(args).items() if key != "out"}
