@@ -233,7 +233,7 @@ def test_scheduling(world: World, vllm_log: list[str]) -> None:
         "enable_prefix_caching": True,
         "max_num_batched_tokens": 48,
         "max_num_seqs": 6,
-        "num_gpu_blocks_override": 22,
+        "num_gpu_blocks_override": 15,
     }
     with (
         engine.engine(world.target, drafter / "vllm", tokens=K, **options) as llm,
