@@ -17,6 +17,7 @@ from conftest import World, random_prompt
 from safetensors.torch import load_file, save_file
 
 from carryover_ext.config import CarryoverConfig
+from carryover_ext.export import export_checkpoint
 from carryover_ext.integrations.vllm import compat
 
 pytestmark = pytest.mark.skipif(engine.V2, reason="VLLM_USE_V2_MODEL_RUNNER=1: these are the tests of V1")
@@ -180,8 +181,6 @@ def test_an_unknown_version_drafts_plainly_and_says_so(world: World, monkeypatch
 def test_a_plain_checkpoint_gets_the_stock_proposer(world: World, tmp_path: Path) -> None:
     from vllm.v1.spec_decode.dflash import DFlashProposer
 
-    from carryover_ext.export import export_checkpoint
-
     export_checkpoint(world.drafter("dflash") / "own", tmp_path / "plain", "vllm", plain=True)
     with engine.engine(world.target, tmp_path / "plain", tokens=K) as llm:
         assert type(engine.proposer(llm)) is DFlashProposer
@@ -200,6 +199,22 @@ def test_shifted_positions_and_a_reduced_vocabulary(world: World) -> None:
         engine.engine(world.target, drafter / "vllm", tokens=K) as llm,
         engine.watched(llm, world.referee(drafter)) as referee,
     ):
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K)
+
+
+def test_the_speculators_layout(world: World, tmp_path: Path) -> None:
+    """The same drafter, read from the layout of the speculators library: it carries there as well."""
+    drafter = world.drafter("reduced", seed=7, draft_vocab_size=200)
+    export_checkpoint(drafter / "own", tmp_path / "out", "speculators", target=str(world.target))
+    prompts, lengths = [random_prompt(5, 64), random_prompt(12, 65), random_prompt(2, 66)], [60, 50, 55]
+    expected = answers(world, prompts, lengths)
+    with (
+        engine.engine(world.target, tmp_path / "out", tokens=K) as llm,
+        engine.watched(llm, world.referee(drafter)) as referee,
+    ):
+        assert engine.proposer(llm).carrying
         out = engine.generate(llm, prompts, lengths)
     assert out == expected
     referee.report.check(K)
