@@ -3,9 +3,10 @@ round.
 
     python bench/carry_cost.py --target smollm2-135m --limit 4
 
-Rounds with and without carried rows alternate at random over the same prompts, so that the machine's noise and
-the acceptance fall on both alike. Printed: the median time of a draft with and without, and the difference as a
-share of a whole round. (vLLM can force the acceptance, bench/serve.py --forced-acceptance, on GPUs only.)
+Rounds with and without carried rows alternate at random over the same prompts, so that the machine's noise
+and the acceptance fall on both alike. Printed: the median time of a draft with and without, and the
+difference as a share of a whole round. (vLLM can force the acceptance, bench/serve.py --forced-acceptance,
+on GPUs only.)
 """
 
 from __future__ import annotations
