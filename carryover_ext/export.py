@@ -251,7 +251,6 @@ def _to_speculators(c: _Checkpoint, folder: Path) -> dict[str, Any]:
     values: dict[str, Any] = {
         "architectures": ["DSparkSpeculator" if c.markov else "DFlashSpeculator"],
         "speculators_model_type": "dspark" if c.markov else "dflash",
-        "model_type": "speculator_model",
         # vLLM takes these from the layer config, speculators from the top level.
         "transformer_layer_config": layer
         | {"block_size": config.block_size, "num_target_layers": config.num_target_layers},

@@ -133,6 +133,7 @@ def test_speculators(tmp_path: Path, target: Path, markov: bool, reduced: bool) 
     if reduced:
         rows = torch.arange(REDUCED) + tensors["d2t"]
         assert torch.equal(tensors["t2d"].nonzero()[:, 0], rows)
+    assert "model_type" not in config  # vLLM tells the layout by speculators_config, and only without it
     layer = config["transformer_layer_config"]
     assert layer["num_hidden_layers"] == own.num_hidden_layers and layer["model_type"] == "qwen3"
     assert "dflash_config" not in layer and "architectures" not in layer
