@@ -220,6 +220,8 @@ def _to_zlab(c: _Checkpoint, folder: Path) -> dict[str, Any]:
 
 
 def _to_speculators(c: _Checkpoint, folder: Path) -> dict[str, Any]:
+    from transformers import Qwen3Config
+
     _check_engine(c, "speculators")
     config = c.config
     if c.target is None or c.embed is None:
@@ -248,6 +250,8 @@ def _to_speculators(c: _Checkpoint, folder: Path) -> dict[str, Any]:
         for key, value in config.to_dict().items()
         if key not in ("architectures", "dflash_config", "carryover_config", *_SPECULATORS_TOP)
     }
+    # With Transformers' own keys and defaults: vLLM takes the layer's config as it stands.
+    layer = Qwen3Config(**layer).to_diff_dict()
     values: dict[str, Any] = {
         "architectures": ["DSparkSpeculator" if c.markov else "DFlashSpeculator"],
         "speculators_model_type": "dspark" if c.markov else "dflash",
