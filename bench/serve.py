@@ -242,6 +242,24 @@ def spread(prompts: list[bench.Prompt], limit: int) -> list[bench.Prompt]:
     return rows[:limit]
 
 
+def measure(
+    servers: list[Server],
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    levels: list[int],
+    temperatures: list[float],
+) -> Iterator[dict[str, Any]]:
+    """A record for each repetition, temperature, concurrency and arm; the order of the arms rotates."""
+    turn = 0
+    for repetition in range(args.repeat):
+        for temperature in temperatures:
+            for level in levels:
+                shift = turn % len(servers)
+                turn += 1
+                for server in servers[shift:] + servers[:shift]:
+                    yield drive(server, prompts, args, level, temperature) | {"repetition": repetition}
+
+
 def numbers(text: str, kind: type) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
@@ -275,16 +293,14 @@ def main() -> int:
             servers.append(stack.enter_context(serving(args, arm)))
         for server in servers:  # compilers and caches, once
             drive(server, ids[:1], args, 1, 0.0)
-        turn = 0
-        for repetition in range(args.repeat):
-            for temperature in temperatures:
-                for level in levels:
-                    shift = turn % len(servers)
-                    turn += 1
-                    for server in servers[shift:] + servers[:shift]:
-                        record = drive(server, ids, args, level, temperature)
-                        records.append(record | {"repetition": repetition})
-                        print(serve_report.line(record), flush=True)
+        try:
+            for record in measure(servers, ids, args, levels, temperatures):
+                records.append(record)
+                print(serve_report.line(record), flush=True)
+        except KeyboardInterrupt:
+            print("stopped: the tables hold what was measured so far")
+    if not records:
+        return 130
     settings = {key: value for key, value in vars(args).items() if key != "out"}
     settings |= {"arms": [arm.name for arm in arms], "asked": len(ids)}
     doc = serve_report.document(settings, environment() | {"vllm": vllm_version()}, records)

@@ -104,7 +104,8 @@ def document(settings: dict[str, Any], environment: dict[str, Any], records: lis
             rows = [
                 row(chosen, arm, forced) for arm in settings["arms"] if any(r["arm"] == arm for r in chosen)
             ]
-            cells.append({"temperature": temperature, "concurrency": level, "rows": rows})
+            if len(rows) == len(settings["arms"]):  # a run that was stopped may lack some
+                cells.append({"temperature": temperature, "concurrency": level, "rows": rows})
     return {
         "format": FORMAT,
         "settings": settings,
