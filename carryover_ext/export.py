@@ -1,0 +1,306 @@
+"""Checkpoints in the layouts that other programs read: vLLM with this package's plugin, the speculators
+library, and z-lab's and DeepSpec's own code.
+
+The differences that matter: names of the architectures; whether a reduced draft vocabulary is there, and as
+what (``d2t`` as target ids or as distances to the row, with the head's rows beside it); how taps are counted;
+where a learned mask embedding lives; and whether the reader knows the carryover embedding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .config import DSPARK, CarryoverConfig, DrafterConfig
+from .drafters.checkpoint import (
+    check_draft_vocabulary,
+    check_target,
+    read_tensors,
+    reduced_vocabulary,
+    write_tensors,
+)
+from .integrations.vllm import DFLASH_ARCHITECTURE, DSPARK_ARCHITECTURE
+
+EMBEDDING = "carryover_embedding"
+FORMATS = ("vllm", "speculators", "zlab")
+MASK_FILE = "mask_embedding.pt"  # where vLLM looks for a learned mask embedding
+
+
+@dataclass
+class Written:
+    """What :func:`export_checkpoint` wrote: the folder, its architectures, and remarks for the user."""
+
+    folder: Path
+    architectures: list[str]
+    notes: list[str]
+
+
+@dataclass
+class _Checkpoint:
+    config: DrafterConfig
+    tensors: dict[str, Tensor]
+    head: Tensor | None  # the target's, [V, H]
+    embed: Tensor | None
+    target: str | None
+    notes: list[str]
+
+    @property
+    def markov(self) -> bool:
+        return self.config.markov_rank > 0
+
+
+def export_checkpoint(
+    source: str | Path,
+    out: str | Path,
+    to: str,
+    *,
+    target: str | None = None,
+    plain: bool = False,
+    warm_start: bool = False,
+) -> Written:
+    """Write the drafter in ``source`` to the folder ``out`` in the layout of ``to``.
+
+    Args:
+        source: a folder that this package loads: its own, z-lab's DFlash, DeepSpec's DSpark, or one that was
+            exported for vLLM.
+        to: ``vllm``, ``speculators`` or ``zlab``.
+        target: the target's folder, hub id or name. Needed where its head's rows are written: for a reduced
+            draft vocabulary (``vllm``) and always for ``speculators``.
+        plain: leave the carryover embedding out: the result is a plain DFlash or DSpark checkpoint.
+        warm_start: add a zero carryover embedding to a checkpoint that has none. It drafts like the original
+            as long as nothing is carried, and is where Carryover training starts.
+
+    Raises ValueError for a combination that the reader could not use, FileNotFoundError for a missing folder.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"to={to!r}: must be one of {', '.join(FORMATS)}")
+    if plain and warm_start:
+        raise ValueError(
+            "plain and warm_start exclude each other: one drops the embedding, the other adds it"
+        )
+    if Path(out).resolve() == Path(source).resolve():
+        raise ValueError(
+            f"out={str(out)!r} is the source folder: choose another, nothing is overwritten in place"
+        )
+    config, tensors = DrafterConfig.from_pretrained(source), read_tensors(source)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors.pop(name, None)  # copies of the target's; written again where the reader wants them
+    check_draft_vocabulary(tensors.get("d2t"), config.vocab_size)
+    notes: list[str] = []
+    config = _with_embedding(config, tensors, plain, warm_start, str(source))
+    embed, head = (None, None) if target is None else target_weights(target)
+    if embed is not None and head is not None:
+        check_target(config, embed, head, None, None, None)
+    checkpoint = _Checkpoint(config, tensors, head, embed, target, notes)
+    writer: dict[str, Callable[[_Checkpoint, Path], dict[str, Any]]] = {
+        "vllm": _to_vllm,
+        "speculators": _to_speculators,
+        "zlab": _to_zlab,
+    }
+    folder = Path(out)
+    if "sliding_attention" in (config.layer_types or ()):
+        config.extra["use_sliding_window"] = True  # without it Transformers' Qwen3Config drops the window
+    values = writer[to](checkpoint, folder)
+    write_tensors(folder, checkpoint.tensors)
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    return Written(folder, values["architectures"], notes)
+
+
+def _with_embedding(
+    config: DrafterConfig, tensors: dict[str, Tensor], plain: bool, warm_start: bool, source: str
+) -> DrafterConfig:
+    has = EMBEDDING in tensors
+    if config.carryover and not has:
+        raise ValueError(
+            f"source={source!r}: config.json has carryover enabled, but there is no tensor {EMBEDDING!r}"
+        )
+    if warm_start:
+        if has:
+            raise ValueError(
+                f"warm_start: source={source!r} has a carryover embedding already; leave the option out"
+            )
+        tensors[EMBEDDING] = torch.zeros(config.hidden_size, dtype=tensors["fc.weight"].dtype)
+        return dataclasses.replace(config, carryover_config=CarryoverConfig())
+    if plain and has:
+        del tensors[EMBEDDING]
+    if plain:
+        return dataclasses.replace(config, carryover_config=None)
+    return config
+
+
+def target_weights(target: str) -> tuple[Tensor, Tensor]:
+    """Embedding and head ``[V, H]`` of a Transformers model, in its dtype; the same tensor when they are
+    tied."""
+    from transformers import AutoModelForCausalLM
+
+    from .pretrained import target_path
+
+    model = AutoModelForCausalLM.from_pretrained(target_path(target), dtype="auto")
+    return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+
+
+def _head_rows(c: _Checkpoint, to: str) -> Tensor:
+    if c.head is None:
+        raise ValueError(
+            f"target is not given: the {to} layout holds rows of the target's head for the reduced draft "
+            "vocabulary of "
+            f"{c.config.draft_vocab_size} tokens; name the target (--target)"
+        )
+    ids = c.tensors.get("d2t")
+    return (c.head if ids is None else c.head[ids]).to(c.tensors["fc.weight"].dtype).clone()
+
+
+def _reduce(c: _Checkpoint, to: str) -> None:
+    """The reduced vocabulary in the form of EAGLE-3, if there is one."""
+    if "d2t" in c.tensors:
+        c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, _head_rows(c, to))
+
+
+def _check_engine(c: _Checkpoint, to: str) -> None:
+    """ValueError for what vLLM's DFlash and DSpark models would ignore or refuse."""
+    config = c.config
+    if config.sample_from_anchor and not c.markov:
+        raise ValueError(
+            f"sample_from_anchor=True: {to} reads the anchor-first layout for DSpark drafters only"
+        )
+    if c.markov and config.markov_head_type != "vanilla":
+        raise ValueError(
+            f"markov_head_type={config.markov_head_type!r}: {to} knows 'vanilla' only; other heads draft in "
+            "this "
+            "package's engine"
+        )
+    scale = config.input_embedding_scale
+    if scale is not None and scale != 1:
+        raise ValueError(f"input_embedding_scale={scale}: vLLM's DFlash does not scale its embeddings")
+
+
+def _to_vllm(c: _Checkpoint, folder: Path) -> dict[str, Any]:
+    _check_engine(c, "vllm")
+    _reduce(c, "vllm")
+    if c.config.carryover:
+        architectures = [DSPARK_ARCHITECTURE, DSPARK] if c.markov else [DFLASH_ARCHITECTURE]
+        c.notes.append("vLLM needs carryover_ext installed beside it to load this folder")
+    else:
+        architectures = [DSPARK] if c.markov else ["DFlashDraftModel"]
+    mask = c.tensors.pop("mask_embedding", None)
+    if mask is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"mask_token_id": c.config.mask_token_id, "embedding": mask}, folder / MASK_FILE)
+    return dataclasses.replace(c.config, architectures=architectures).to_dict()
+
+
+def _to_zlab(c: _Checkpoint, folder: Path) -> dict[str, Any]:
+    if c.tensors.pop(EMBEDDING, None) is not None:
+        c.notes.append("the carryover embedding is left out: this layout's readers do not know it")
+    ids = c.tensors.pop("d2t", None)
+    if ids is not None:
+        if c.markov:  # a token that was left out gets no bias
+            narrow = c.tensors["markov_head.markov_w2.weight"]
+            wide = narrow.new_zeros(c.config.vocab_size, narrow.shape[1])
+            wide[ids] = narrow
+            c.tensors["markov_head.markov_w2.weight"] = wide
+        c.notes.append(
+            f"the reduced draft vocabulary ({ids.numel()} tokens) is left out: this layout drafts from the "
+            "whole head"
+        )
+    config = dataclasses.replace(
+        c.config,
+        draft_vocab_size=None,
+        carryover_config=None,
+        architectures=[DSPARK if c.markov else "DFlashDraftModel"],
+    )
+    return config.to_dict()
+
+
+def _to_speculators(c: _Checkpoint, folder: Path) -> dict[str, Any]:
+    from transformers import Qwen3Config
+
+    _check_engine(c, "speculators")
+    config = c.config
+    if c.target is None or c.embed is None:
+        raise ValueError(
+            "target is not given: the speculators layout names the target and holds its head (--target)"
+        )
+    if config.target_hidden_size != config.hidden_size:
+        raise ValueError(
+            f"target_hidden_size={config.target_hidden_size}: speculators' DFlash needs the drafter's hidden "
+            "size, "
+            f"{config.hidden_size}"
+        )
+    if "mask_embedding" in c.tensors:
+        raise ValueError("mask_embedding: the speculators layout has no learned mask embedding")
+    causal = {config.layer_causal(i) for i in range(config.num_hidden_layers)}
+    if len(causal) > 1:
+        raise ValueError(
+            "layer_types: the speculators layout has one causality for all layers, these are mixed"
+        )
+    rows = _head_rows(c, "speculators")
+    _reduce(c, "speculators")
+    c.tensors |= {"lm_head.weight": rows, "embed_tokens.weight": c.embed.to(rows.dtype).clone()}
+    drafts = config.num_drafts
+    layer = {
+        key: value
+        for key, value in config.to_dict().items()
+        if key not in ("architectures", "dflash_config", "carryover_config", *_SPECULATORS_TOP)
+    }
+    # With Transformers' own keys and defaults: vLLM takes the layer's config as it stands.
+    layer = Qwen3Config(**layer).to_diff_dict()
+    values: dict[str, Any] = {
+        "architectures": ["DSparkSpeculator" if c.markov else "DFlashSpeculator"],
+        "speculators_model_type": "dspark" if c.markov else "dflash",
+        # vLLM takes these from the layer config, speculators from the top level.
+        "transformer_layer_config": layer
+        | {"block_size": config.block_size, "num_target_layers": config.num_target_layers},
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "block_size": config.block_size,
+        "target_hidden_size": config.target_hidden_size,
+        # Counted from the embedding: one more than the tapped layer.
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": True not in causal,
+        "sample_from_anchor": config.sample_from_anchor,
+        "speculators_config": {
+            "algorithm": "dspark" if c.markov else "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+            "verifier": {"name_or_path": c.target, "architectures": []},
+        },
+    }
+    if c.markov:
+        for key in (
+            "markov_rank",
+            "markov_head_type",
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+        ):
+            values[key] = getattr(config, key)
+    if config.carryover:
+        values["carryover_config"] = dataclasses.asdict(config.carryover_config or CarryoverConfig())
+        c.notes.append(
+            "the carryover embedding is kept: vLLM with carryover_ext uses it, other readers must skip it"
+        )
+    return values
+
+
+_SPECULATORS_TOP = frozenset(
+    {
+        "mask_token_id",
+        "target_layer_ids",
+        "draft_vocab_size",
+        "block_size",
+        "target_hidden_size",
+        "sample_from_anchor",
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+        "num_target_layers",
+    }
+)

@@ -1,0 +1,153 @@
+"""bench/serve.py without a server: what is sent, and what its records become."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+
+import serve
+import serve_report
+import tiny_models
+
+from carryover_ext import bench
+
+METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
+vllm:spec_decode_num_drafts_total{engine="0",model_name="target"} 40.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="target"} 30.0
+vllm:spec_decode_num_accepted_tokens_created{engine="0",model_name="target"} 1.7e9
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="0"} 20.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="target",position="1"} 10.0
+vllm:num_requests_running{engine="0",model_name="target"} 1.0
+"""
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """As much of vLLM's server as the benchmark uses; it streams three chunks of text."""
+
+    asked: ClassVar[list[dict]] = []
+
+    def do_GET(self) -> None:
+        self.reply(METRICS if self.path == "/metrics" else "")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        chunks = [{"choices": [{"text": text}]} for text in ("a", "bc", "d")]
+        chunks.append({"choices": [], "usage": {"completion_tokens": 7}})
+        self.reply("".join(f"data: {json.dumps(c)}\n\n" for c in chunks) + "data: [DONE]\n\n")
+
+    def reply(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def options(**changes: object) -> argparse.Namespace:
+    values = {"max_new_tokens": 9, "forced_acceptance": None, "vllm_args": "--enforce-eager"}
+    values |= {"target": "t", "drafter": None, "baseline": None, "tokens": None, "dtype": "float32"}
+    return argparse.Namespace(**(values | {"max_model_len": 512} | changes))
+
+
+def test_counters(url: str) -> None:
+    assert serve.counters(url) == {
+        "num_drafts": 40.0,
+        "num_accepted_tokens": 30.0,
+        "num_accepted_tokens_per_pos/0": 20.0,
+        "num_accepted_tokens_per_pos/1": 10.0,
+    }
+    assert serve.answers(url) and not serve.answers("http://127.0.0.1:9")
+
+
+def test_requests(url: str) -> None:
+    Handler.asked.clear()
+    server = serve.Server("dflash", url, None, Path("log"))
+    record = serve.drive(server, [[1, 2], [3]], options(), 2, 0.5)
+    assert [reply["text"] for reply in record["replies"]] == ["abcd", "abcd"]
+    assert all(reply["tokens"] == 7 and reply["tpot"] >= 0 for reply in record["replies"])
+    assert sorted(body["prompt"] for body in Handler.asked) == [[1, 2], [3]]
+    assert all(body["temperature"] == 0.5 and body["max_tokens"] == 9 for body in Handler.asked)
+
+
+def test_command(tmp_path: Path) -> None:
+    target = tiny_models.save_target(tmp_path / "target")
+    drafter = tiny_models.save_drafter(tmp_path / "carry", True)
+    args = options(target=str(target), drafter=str(drafter), out=tmp_path / "out")
+    plain = serve.command(args, bench.ARMS["plain"], 80)
+    assert "--speculative-config" not in plain and "--enforce-eager" in plain
+    command = serve.command(args, bench.ARMS["carryover"], 80)
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculative["method"] == "dflash" and speculative["num_speculative_tokens"] == 5
+    assert (Path(speculative["model"]) / "model.safetensors").is_file()
+    args.forced_acceptance = 2.5
+    command = serve.command(args, bench.ARMS["carryover"], 80)
+    speculative = json.loads(command[command.index("--speculative-config") + 1])
+    assert speculative["rejection_sample_method"] == "synthetic"
+    assert speculative["synthetic_acceptance_length"] == 2.5
+
+
+def test_spread_takes_a_prompt_of_each_task_in_turn() -> None:
+    prompts = [bench.Prompt(str(i), "ab"[i >= 3], ("x",)) for i in range(5)]
+    assert [p.id for p in serve.spread(prompts, 4)] == ["0", "3", "1", "4"]
+    assert len(serve.spread(prompts, 99)) == 5
+
+
+def record(arm: str, repetition: int, seconds: float, texts: str, drafts: float = 0, kept: float = 0) -> dict:
+    replies = [{"text": t, "tokens": 10, "ttft": 0.1, "tpot": seconds / 20} for t in texts]
+    counters = {"num_drafts": drafts, "num_accepted_tokens": kept, "num_accepted_tokens_per_pos/0": kept}
+    shape = {"concurrency": 1, "temperature": 0.0, "repetition": repetition}
+    return {
+        "arm": arm,
+        "seconds": seconds,
+        "replies": replies,
+        "counters": counters if drafts else {},
+    } | shape
+
+
+def test_report(tmp_path: Path) -> None:
+    """Ratios are taken within a repetition, then their median; AL counts the bonus token."""
+    records = [
+        record("plain", 0, 4.0, "ab"),
+        record("carryover", 0, 2.0, "ab", 10, 8),
+        record("carryover", 1, 6.0, "ax", 10, 2),
+        record("plain", 1, 8.0, "ab"),
+        record("plain", 2, 2.0, "ab"),
+        record("carryover", 2, 0.5, "ab", 10, 2),
+    ]
+    settings = {"target": "t", "dtype": "float32", "arms": ["plain", "carryover"], "asked": 2}
+    settings |= {"prompts": "p", "max_new_tokens": 10, "repeat": 3, "forced_acceptance": None}
+    doc = serve_report.document(settings, {"summary": "here", "vllm": "vllm 0"}, records)
+    [cell] = doc["cells"]
+    plain, carry = cell["rows"]
+    assert plain["al"] is None
+    assert plain["to_plain"] == 1.0
+    assert carry["al"] == 1 + 12 / 30 and carry["per_position"] == [12 / 30]
+    assert carry["to_plain"] == 2.0  # of 2, 4/3, 4
+    assert carry["tokens_per_second"] == 10.0  # of 10, 10/3, 40
+    assert (carry["equal"], carry["compared"]) == (5, 6)
+    text = "\n".join(serve_report.tables(doc))
+    assert "| ON | 1.40 | 40 |" in text and "5 of 6" in text
+    for path in serve_report.write(doc, tmp_path):
+        assert path.stat().st_size > 0
+    assert json.loads((tmp_path / "serve.json").read_text())["cells"] == doc["cells"]

@@ -1,0 +1,185 @@
+"""Starting small engines in this process, and watching their proposers."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from referee import Referee
+
+LIMIT = 256
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+
+
+def settings(target: Path, drafter: Path | None, tokens: int, method: str, changes: dict[str, Any]) -> dict:
+    """Arguments of ``vllm.LLM`` for a small deterministic engine in float32."""
+    options: dict[str, Any] = {
+        "model": str(target),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": LIMIT,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "block_size": 32,
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,
+        "seed": 0,
+    }
+    if drafter is not None:
+        options["speculative_config"] = {
+            "method": method,
+            "model": str(drafter),
+            "num_speculative_tokens": tokens,
+        }
+    speculative = changes.pop("speculative", None)
+    if speculative:
+        options["speculative_config"] |= speculative
+    return options | changes
+
+
+@contextmanager
+def engine(
+    target: Path, drafter: Path | None = None, *, tokens: int = 4, method: str = "dflash", **changes: Any
+) -> Iterator[Any]:
+    """A running ``vllm.LLM``; it is torn down at the end, so that the next one finds a clean process."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(**settings(target, drafter, tokens, method, changes))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def runner(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    return getattr(worker, "worker", worker).model_runner
+
+
+def proposer(llm: Any) -> Any:
+    found = runner(llm)
+    return found.speculator if V2 else found.drafter
+
+
+@contextmanager
+def watched(llm: Any, referee: Referee) -> Iterator[Referee]:
+    """Every draft of the engine goes past the referee."""
+    drafter, of_runner = proposer(llm), runner(llm)
+    drafter.propose = (_watch_v2 if V2 else _watch_v1)(drafter, of_runner, referee)
+    try:
+        yield referee
+    finally:
+        del drafter.propose  # uncovers the method of the class
+
+
+def _watch_v1(drafter: Any, of_runner: Any, referee: Referee) -> Any:
+    propose = drafter.propose
+
+    def watching(**kwargs: Any) -> Any:
+        metadata, rejected = kwargs["common_attn_metadata"], kwargs.get("num_rejected_tokens_gpu")
+        starts = metadata.query_start_loc.tolist()
+        rejected = [0] * (len(starts) - 1) if rejected is None else rejected.tolist()
+        states, tokens = kwargs["target_hidden_states"].clone(), kwargs["target_token_ids"].clone()
+        positions, anchors = kwargs["target_positions"].clone(), kwargs["next_token_ids"].tolist()
+        drafts = propose(**kwargs).clone()
+        for i, request in enumerate(of_runner.input_batch.req_ids):
+            rows = slice(starts[i], starts[i + 1])
+            known = of_runner.input_batch.token_ids_cpu[i].tolist()
+            drafts[i] = referee.judge(
+                request,
+                of_runner.requests[request].prompt_token_ids,
+                known,
+                tokens[rows],
+                positions[rows],
+                states[rows],
+                rejected[i],
+                anchors[i],
+                drafts[i],
+            )
+        return drafts
+
+    return watching
+
+
+def _watch_v2(drafter: Any, of_runner: Any, referee: Referee) -> Any:
+    import torch
+
+    propose = drafter.propose
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return propose(*args, **kwargs)
+        batch, aux, num_sampled, num_rejected, last_sampled, next_prefill = (args[0], *args[4:9])
+        count = batch.num_tokens
+        states = torch.cat(aux, -1)[:count].clone()
+        tokens, positions = batch.input_ids[:count].clone(), batch.positions[:count].clone()
+        starts = batch.query_start_loc[: batch.num_reqs + 1].tolist()
+        rejected, sampled = num_rejected[: batch.num_reqs].tolist(), num_sampled[: batch.num_reqs].tolist()
+        slots = batch.idx_mapping[: batch.num_reqs].tolist()
+        anchors = [
+            int((last_sampled if n else next_prefill).view(-1)[s])
+            for s, n in zip(slots, sampled, strict=True)
+        ]
+        drafts = propose(*args, **kwargs).clone()
+        for i, request in enumerate(batch.req_ids):
+            rows = slice(starts[i], starts[i + 1])
+            known = of_runner.req_states.all_token_ids.gpu[slots[i]].tolist()
+            length = int(of_runner.req_states.prompt_len.np[slots[i]])
+            drafts[i] = referee.judge(
+                request,
+                known[:length],
+                known,
+                tokens[rows],
+                positions[rows],
+                states[rows],
+                rejected[i],
+                anchors[i],
+                drafts[i],
+            )
+        return drafts
+
+    return watching
+
+
+def generate(
+    llm: Any, prompts: Sequence[Sequence[int]], lengths: int | Sequence[int], **options: Any
+) -> list[list[int]]:
+    """Token ids of the answers (greedy unless told otherwise); never stops before ``lengths``."""
+    from vllm import SamplingParams
+
+    wanted = [lengths] * len(prompts) if isinstance(lengths, int) else lengths
+    params = [
+        SamplingParams(
+            **({"temperature": 0.0, "max_tokens": n, "ignore_eos": True, "detokenize": False} | options)
+        )
+        for n in wanted
+    ]
+    out = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in out]
+
+
+def metrics(llm: Any) -> dict[str, Any]:
+    """vLLM's counters of speculative decoding, by short name."""
+    found = {}
+    for metric in llm.get_metrics():
+        if "spec_decode" in metric.name:
+            value = getattr(metric, "value", None)
+            found[metric.name.rsplit("spec_decode_", 1)[1]] = metric.values if value is None else value
+    return found

@@ -1,0 +1,73 @@
+"""A tiny random target and tiny random drafters, written by this package and exported for vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig
+from carryover_ext.drafters import DFlashDrafter, MarkovDrafter, load_drafter
+from carryover_ext.export import export_checkpoint
+
+LAYERS, HIDDEN, VOCAB, TAPS, BLOCK = 4, 64, 300, [0, 2], 5
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+MASK = 3
+
+
+def save_target(folder: Path, seed: int = 0) -> Path:
+    """A Llama of 4 layers with an untied head, in float32; random, but sharp enough to be free of ties."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.15,
+        **HEADS,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+def save_drafter(
+    folder: Path, target: Path, *, markov: bool = False, seed: int = 1, **changes: object
+) -> Path:
+    """A random Carryover drafter in this package's own layout (``folder/own``) and as exported
+    (``folder/vllm``)."""
+    torch.manual_seed(seed)
+    shape: dict = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCAB,
+        "num_target_layers": LAYERS,
+        "target_layer_ids": TAPS,
+        "mask_token_id": MASK,
+        "block_size": BLOCK,
+        "max_position_embeddings": 512,
+        **HEADS,
+    }
+    if markov:
+        shape |= {"markov_rank": 16, "architectures": [DSPARK]}
+    carry = changes.pop("carryover_config", CarryoverConfig())
+    config = DrafterConfig(**(shape | changes), carryover_config=carry)
+    drafter = (MarkovDrafter if markov else DFlashDrafter)(config)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.dim() == 2:
+                torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
+            elif name == "carryover_embedding":
+                torch.nn.init.normal_(parameter, std=2.0)
+            elif "k_norm" in name:  # sharp attention: a single row decides now and then
+                torch.nn.init.constant_(parameter, 2.0)
+    if drafter.d2t is not None:
+        drafter.d2t.copy_(torch.randperm(VOCAB)[: drafter.d2t.numel()].sort().values)
+    drafter.save_pretrained(folder / "own")
+    load_drafter(folder / "own", torch.float32)  # what the tests compare with must load
+    export_checkpoint(folder / "own", folder / "vllm", "vllm", target=str(target))
+    return folder

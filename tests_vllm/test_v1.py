@@ -1,0 +1,290 @@
+"""The V1 runner: every drafted token is the reference drafter's while rejections vary, and the output is the
+target's own. One engine serves several checks: starting it costs more than running it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import engine
+import models
+import pytest
+import torch
+from conftest import World, random_prompt
+from safetensors.torch import load_file, save_file
+
+from carryover_ext.config import CarryoverConfig
+from carryover_ext.export import export_checkpoint
+from carryover_ext.integrations.vllm import compat
+
+pytestmark = pytest.mark.skipif(engine.V2, reason="VLLM_USE_V2_MODEL_RUNNER=1: these are the tests of V1")
+K = models.BLOCK - 1
+
+
+def answers(world: World, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    return [world.answer(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def carryover(world: World) -> Iterator:
+    drafter = world.drafter("dflash")
+    with engine.engine(world.target, drafter / "vllm", tokens=K) as llm:
+        yield llm, drafter
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_drafts_are_the_references(world: World, carryover, batch: int) -> None:
+    llm, drafter = carryover
+    found = engine.proposer(llm)
+    assert type(found).__name__ == "CarryoverProposer" and found.carrying
+    prompts = [random_prompt(1 + 11 * i % 37, 100 * batch + i) for i in range(batch)]
+    lengths = [60 - 5 * i for i in range(batch)] if batch > 1 else [120]
+    expected = answers(world, prompts, lengths)
+    before = engine.metrics(llm)
+    with engine.watched(llm, world.referee(drafter, seed=batch)) as referee:
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K)
+    after = engine.metrics(llm)
+    rounds = after["num_drafts"] - before.get("num_drafts", 0)
+    accepted = after["num_accepted_tokens"] - before.get("num_accepted_tokens", 0)
+    assert rounds > 0 and 0 < accepted < K * rounds
+    verified = referee.report.rounds - referee.report.starts.total()
+    assert rounds == pytest.approx(verified, abs=batch)  # vLLM's AL, 1 + accepted / rounds, counts these
+
+
+def test_a_request_at_the_length_limit_stops_nobody(world: World, carryover) -> None:
+    llm, drafter = carryover
+    long, short = random_prompt(engine.LIMIT - 14, 1), [random_prompt(9, 2), random_prompt(4, 3)]
+    prompts, lengths = [long, *short], [14, 40, 40]
+    expected = answers(world, prompts, lengths)
+    with engine.watched(llm, world.referee(drafter, seed=5)) as referee:
+        out = engine.generate(llm, prompts, [99, 40, 40])  # the first is cut where the positions end
+    assert out == expected
+    report = referee.report
+    assert not report.faults, report.faults[:5]
+    assert report.equal + report.ties == report.drafted > 0
+    # In every step each running request drafted: a pause would show as rounds without drafts.
+    assert set(report.rows) <= {len(long), 9, 4, K + 1, *range(1, K + 1)}
+    assert report.rows[1] <= 2, "steps of a single row: drafting had paused"
+
+
+def test_more_requests_than_slots(world: World, carryover) -> None:
+    """Slots and blocks go to their next owner while others run."""
+    llm, drafter = carryover
+    prompts = [random_prompt(2 + i % 5, 40 + i) for i in range(20)]
+    lengths = [5 + 7 * i % 19 for i in range(20)]
+    expected = answers(world, prompts, lengths)
+    with engine.watched(llm, world.referee(drafter, seed=6)) as referee:
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K)
+
+
+def law_of_pairs(target: Path, prompt: list[int]) -> torch.Tensor:
+    """Marginal law of the second token at T=1, float64 ``[V]``: the sum over all first tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.inference_mode():
+        first = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+        rows = torch.tensor([[*prompt, token] for token in range(models.VOCAB)])
+        second = model(rows).logits[:, -1].double().softmax(-1)
+    return first @ second
+
+
+def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
+    """p-value; cells that expect fewer than five are pooled."""
+    expected = law * counts.sum()
+    order = expected.argsort(descending=True)
+    expected, counts = expected[order], counts.double()[order]
+    large = int((expected >= 5).sum())
+    expected = torch.cat([expected[:large], expected[large:].sum()[None]])
+    counts = torch.cat([counts[:large], counts[large:].sum()[None]])
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+def test_sampled_output_has_the_targets_law(world: World, carryover, monkeypatch) -> None:
+    """At T=1 the second token was drafted and judged; its law is the target's. The control accepts every
+    draft, which the same test must see."""
+    from vllm.v1.sample import rejection_sampler
+
+    llm, _ = carryover
+    prompt, number = random_prompt(7, 9), 1500
+    law = law_of_pairs(world.target, prompt)
+    before = engine.metrics(llm)["num_draft_tokens"]
+
+    def second_tokens() -> torch.Tensor:
+        out = []
+        for start in range(0, number, 8):
+            batch = [prompt] * min(8, number - start)
+            out += engine.generate(llm, batch, 2, temperature=1.0, seed=None)
+        return torch.bincount(torch.tensor([tokens[1] for tokens in out]), minlength=models.VOCAB)
+
+    assert chi_square(second_tokens(), law) > 1e-3
+    assert engine.metrics(llm)["num_draft_tokens"] - before >= number
+
+    judge = rejection_sampler.rejection_sample
+
+    def accept_all(draft_token_ids, num_draft_tokens, *rest, **options):
+        out = judge(draft_token_ids, num_draft_tokens, *rest, **options)
+        start = 0
+        for i, n in enumerate(num_draft_tokens):
+            out[i, :n] = draft_token_ids[start : start + n].to(out.dtype)
+            start += n
+        return out
+
+    monkeypatch.setattr(rejection_sampler, "rejection_sample", accept_all)
+    assert chi_square(second_tokens(), law) < 1e-6
+
+
+def test_off_is_the_drafter_without_the_rows(world: World, monkeypatch, vllm_log: list[str]) -> None:
+    monkeypatch.setenv(compat.ENVIRONMENT, "off")
+    drafter = world.drafter("dflash")
+    prompts, lengths = [random_prompt(5, 21), random_prompt(12, 22), random_prompt(2, 23)], [50, 40, 45]
+    expected = answers(world, prompts, lengths)
+    with (
+        engine.engine(world.target, drafter / "vllm", tokens=K) as llm,
+        engine.watched(llm, world.referee(drafter, carry=False)) as referee,
+    ):
+        assert not engine.proposer(llm).carrying
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K, segment=False)
+    assert any("CARRYOVER IS OFF: CARRYOVER=off is set" in line for line in vllm_log)
+
+
+def test_an_unknown_version_drafts_plainly_and_says_so(world: World, monkeypatch, vllm_log) -> None:
+    monkeypatch.setattr(compat, "LAST", (0, 30))
+    compat.signatures_fit.cache_clear()
+    drafter = world.drafter("dflash")
+    prompts, lengths = [random_prompt(5, 31), random_prompt(12, 32), random_prompt(2, 33)], [50, 40, 45]
+    expected = answers(world, prompts, lengths)
+    try:
+        with (
+            engine.engine(world.target, drafter / "vllm", tokens=K) as llm,
+            engine.watched(llm, world.referee(drafter, carry=False)) as referee,
+        ):
+            assert type(engine.proposer(llm)).__name__ == "DFlashProposer"
+            out = engine.generate(llm, prompts, lengths)
+    finally:
+        compat.signatures_fit.cache_clear()
+    assert out == expected
+    referee.report.check(K, segment=False)
+    assert any("knows vLLM 0.29 to 0.30, and this is" in line for line in vllm_log)
+
+
+def test_a_plain_checkpoint_gets_the_stock_proposer(world: World, tmp_path: Path) -> None:
+    from vllm.v1.spec_decode.dflash import DFlashProposer
+
+    export_checkpoint(world.drafter("dflash") / "own", tmp_path / "plain", "vllm", plain=True)
+    with engine.engine(world.target, tmp_path / "plain", tokens=K) as llm:
+        assert type(engine.proposer(llm)) is DFlashProposer
+        assert "_input_fits_in_drafter" not in vars(engine.runner(llm))
+        prompt = random_prompt(6, 51)
+        assert engine.generate(llm, [prompt], 20) == answers(world, [prompt], [20])
+        assert engine.metrics(llm)["num_drafts"] > 0
+
+
+def test_shifted_positions_and_a_reduced_vocabulary(world: World) -> None:
+    carry = CarryoverConfig(carry_positions="shifted")
+    drafter = world.drafter("shifted", seed=3, carryover_config=carry, draft_vocab_size=200)
+    prompts, lengths = [random_prompt(5, 61), random_prompt(12, 62), random_prompt(2, 63)], [60, 50, 55]
+    expected = answers(world, prompts, lengths)
+    with (
+        engine.engine(world.target, drafter / "vllm", tokens=K) as llm,
+        engine.watched(llm, world.referee(drafter)) as referee,
+    ):
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K)
+
+
+def test_the_speculators_layout(world: World, tmp_path: Path) -> None:
+    """The same drafter, read from the layout of the speculators library: it carries there as well."""
+    drafter = world.drafter("reduced", seed=7, draft_vocab_size=200)
+    export_checkpoint(drafter / "own", tmp_path / "out", "speculators", target=str(world.target))
+    prompts, lengths = [random_prompt(5, 64), random_prompt(12, 65), random_prompt(2, 66)], [60, 50, 55]
+    expected = answers(world, prompts, lengths)
+    with (
+        engine.engine(world.target, tmp_path / "out", tokens=K) as llm,
+        engine.watched(llm, world.referee(drafter)) as referee,
+    ):
+        assert engine.proposer(llm).carrying
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K)
+
+
+def test_sliding_windows_are_counted_in_positions(world: World) -> None:
+    """All layers slide over 48 positions: requests carry while they are shorter and draft right beyond."""
+    sliding = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 48}
+    drafter = world.drafter("sliding", seed=4, **sliding)
+    prompts, lengths = [random_prompt(5, 71), random_prompt(12, 72), random_prompt(2, 73)], [70, 70, 60]
+    expected = answers(world, prompts, lengths)
+    with (
+        engine.engine(world.target, drafter / "vllm", tokens=K) as llm,
+        engine.watched(llm, world.referee(drafter, window=48)) as referee,
+    ):
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K)
+    assert referee.report.carried[0] > referee.report.rejected[0] + referee.report.starts.total() - 3
+
+
+def test_scheduling(world: World, vllm_log: list[str]) -> None:
+    """Chunked prefill, preemption and resumption, prefix-cache hits: nothing is carried into the first step
+    after any of them, and no context row is missing."""
+    drafter = world.drafter("dflash")
+    head = random_prompt(70, 80)
+    prompts = [[*head[: 70 - 3 * (i % 2)], *random_prompt(3 + i, 81 + i)] for i in range(6)]
+    lengths = [70] * 6
+    expected = answers(world, prompts, lengths)
+    options = {
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 6,
+        "num_gpu_blocks_override": 15,
+    }
+    with (
+        engine.engine(world.target, drafter / "vllm", tokens=K, **options) as llm,
+        engine.watched(llm, world.referee(drafter)) as referee,
+    ):
+        first = engine.generate(llm, prompts[:1], lengths[:1])
+        out = engine.generate(llm, prompts, lengths)
+        counters = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
+    assert first == expected[:1] and out == expected
+    referee.report.check(K)
+    assert counters["vllm:num_preemptions"] > 0
+    assert counters["vllm:prefix_cache_hits"] > 0
+    starts = referee.report.starts
+    assert starts[0] and any(n % 32 == 0 and n for n in starts), starts  # hits start at a block
+    assert any(n % 32 for n in starts), starts  # chunks do not
+    assert any("issue 47930" in line for line in vllm_log)
+
+
+@pytest.mark.parametrize("fault", ["length", "target", "embedding", "switch"])
+def test_mistakes_are_said_at_start(world: World, tmp_path: Path, monkeypatch, fault: str) -> None:
+    folder, tokens, text = tmp_path / "drafter", K, ""
+    shutil.copytree(world.drafter("dflash") / "vllm", folder)
+    config = json.loads((folder / "config.json").read_text())
+    if fault == "length":
+        tokens, text = K + 1, rf"num_speculative_tokens={K + 1}.*at most {K}"
+    elif fault == "target":
+        config["num_target_layers"] = models.LAYERS + 2
+        text = "made for another target.*num_target_layers=6.*is 4"
+    elif fault == "embedding":
+        tensors = load_file(folder / "model.safetensors")
+        del tensors["carryover_embedding"]
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        text = "no tensor 'carryover_embedding'.*--warm-start"
+    else:
+        monkeypatch.setenv(compat.ENVIRONMENT, "yes")
+        text = "CARRYOVER='yes': must be 'on' or 'off'"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=text), engine.engine(world.target, folder, tokens=tokens):
+        pass
