@@ -50,8 +50,9 @@ cudaError_t launch_dtype(const SegmentAttentionParams& p, cudaStream_t stream) {
   }
   if (error != cudaSuccess || p.pieces == 1) return error;
   const int64_t rows = int64_t(p.batch) * p.rows * p.heads;
-  return launch(segment_attention_combine_kernel<T>, dim3(unsigned(ceil_div(rows, int64_t(kCombineThreads / 32)))),
-                dim3(kCombineThreads), 0, stream, p);
+  return launch(segment_attention_combine_kernel<T>,
+                dim3(unsigned(ceil_div(rows, int64_t(kCombineThreads / 32)))), dim3(kCombineThreads), 0,
+                stream, p);
 }
 
 }  // namespace

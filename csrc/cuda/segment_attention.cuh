@@ -6,8 +6,9 @@
 // sequence is cut into pieces of equal length, whose number depends on static shapes only and whose length on
 // the lengths on the device; a piece that would be empty is left out by both kernels.
 //
-// 16 rows of a tile belong to a warp; with fewer than four warps of rows, several warps share the rows and take
-// different keys of each tile. Tiles of keys are double-buffered with cp.async. Scores are kept in base 2.
+// 16 rows of a tile belong to a warp; with fewer than four warps of rows, several warps share the rows and
+// take different keys of each tile. Tiles of keys are double-buffered with cp.async. Scores are kept in
+// base 2.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -26,14 +27,16 @@ struct AttentionTile {
   static constexpr int kHead = kHead_, kRows = kRows_;
   static constexpr int kKeys = kHead > 128 ? 32 : 64;
   static constexpr int kRowWarps = kRows / 16;
-  static constexpr int kKeyWarps = kRowWarps >= 4 ? 1 : 4 / kRowWarps < kKeys / 16 ? 4 / kRowWarps : kKeys / 16;
+  static constexpr int kKeyWarps = kRowWarps >= 4               ? 1
+                                   : 4 / kRowWarps < kKeys / 16 ? 4 / kRowWarps
+                                                                : kKeys / 16;
   static constexpr int kWarps = kRowWarps * kKeyWarps;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kWarpKeys = kKeys / kKeyWarps;  // of a tile
   static constexpr int kChunks = kHead / 8;            // of 16 bytes in a row
   static constexpr int kLoadRows = kKeys / kWarps;     // rows of a tile that a warp loads
   static constexpr int kLoads = kLoadRows * kChunks / 32;
-  static constexpr int kStage = 2 * kKeys * kHead;  // elements of K and V
+  static constexpr int kStage = 2 * kKeys * kHead;    // elements of K and V
   static constexpr bool kKeepQueries = kHead <= 128;  // in registers
   static constexpr int kMergeFloats = kHead / 2 + 4;  // of a lane
   static constexpr int kSmem = (kRows * kHead + 2 * kStage) * int(sizeof(T));
@@ -42,8 +45,8 @@ struct AttentionTile {
   static_assert((kKeyWarps - 1) * kRowWarps * kMergeFloats * 32 * 4 <= 2 * kStage * int(sizeof(T)), "");
 };
 
-// Where 16-byte chunk `chunk` of row `row` lies in a tile, in elements. Eight rows of the same chunk, which is
-// what ldmatrix reads at a time, fall into eight different groups of four banks.
+// Where 16-byte chunk `chunk` of row `row` lies in a tile, in elements. Eight rows of the same chunk, which
+// is what ldmatrix reads at a time, fall into eight different groups of four banks.
 template <int kHead>
 __host__ __device__ __forceinline__ constexpr int attention_swizzle(int row, int chunk) {
   return row * kHead + (kHead % 64 == 0 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3)) * 8;
@@ -98,15 +101,16 @@ struct RowAddress {
 };
 
 template <class T>
-__device__ __forceinline__ RowAddress<T> row_of(const KeyRows& rows, int64_t batch, int64_t row, int kv_head) {
+__device__ __forceinline__ RowAddress<T> row_of(const KeyRows& rows, int64_t batch, int64_t row,
+                                                int kv_head) {
   return {static_cast<const T*>(rows.k) + batch * rows.k_batch + row * rows.k_row + kv_head * rows.k_head,
           static_cast<const T*>(rows.v) + batch * rows.v_batch + row * rows.v_row + kv_head * rows.v_head};
 }
 
 // Row `key` of the sequence of a request.
 template <class T>
-__device__ __forceinline__ RowAddress<T> find_row(const SegmentAttentionParams& p, const KeySequence& s, int request,
-                                  int kv_head, int key, int stop) {
+__device__ __forceinline__ RowAddress<T> find_row(const SegmentAttentionParams& p, const KeySequence& s,
+                                                  int request, int kv_head, int key, int stop) {
   if (key >= stop) return {nullptr, nullptr};
   if (key >= s.in_block) return row_of<T>(p.block, request, key - s.in_block, kv_head);
   const int row = s.begin + key;
@@ -123,9 +127,10 @@ __device__ __forceinline__ RowAddress<T> find_row(const SegmentAttentionParams& 
   return row_of<T>(p.context, page, row - entry * p.page_size, kv_head);
 }
 
-// What the softmax denominator makes of a row: `sum` and the values belong to `peak` (base 2), the sink is one
-// more logit. Zero for a row that has seen no key.
-__device__ __forceinline__ float normaliser(const SegmentAttentionParams& p, int head, float peak, float sum) {
+// What the softmax denominator makes of a row: `sum` and the values belong to `peak` (base 2), the sink is
+// one more logit. Zero for a row that has seen no key.
+__device__ __forceinline__ float normaliser(const SegmentAttentionParams& p, int head, float peak,
+                                            float sum) {
   if (peak == kNegInfinity) return 0.f;
   if (p.sinks == nullptr) return 1.f / sum;
   const float sink = p.sinks[head] * kLog2e, top = fmaxf(sink, peak);
@@ -140,8 +145,8 @@ class AttentionBlock {
   static constexpr int kHead = Tile::kHead, kKeys = Tile::kKeys, kScoreTiles = Tile::kWarpKeys / 8;
 
  public:
-  __device__ __forceinline__ AttentionBlock(const SegmentAttentionParams& params, unsigned char* smem, int request, int kv_head,
-                            int row_tile, int piece)
+  __device__ __forceinline__ AttentionBlock(const SegmentAttentionParams& params, unsigned char* smem,
+                                            int request, int kv_head, int row_tile, int piece)
       : p(params),
         keys(params, request),
         request(request),
@@ -176,7 +181,9 @@ class AttentionBlock {
   float sum[2] = {};
 
   // The two rows of a lane in its warp's 16 are lane / 4 and lane / 4 + 8.
-  __device__ __forceinline__ int query(int half) const { return row_tile * Tile::kRows + row_warp * 16 + (lane >> 2) + half * 8; }
+  __device__ __forceinline__ int query(int half) const {
+    return row_tile * Tile::kRows + row_warp * 16 + (lane >> 2) + half * 8;
+  }
 
   __device__ __forceinline__ void load_queries() const {
     for (int i = threadIdx.x; i < Tile::kRows * Tile::kChunks; i += Tile::kThreads) {
@@ -185,14 +192,16 @@ class AttentionBlock {
       const bool valid = t < keys.live && chunk * 8 < p.head_size;  // other rows may hold anything
       const T* from = static_cast<const T*>(p.q);
       if (valid)
-        from += request * p.q_batch + t * p.q_row + int64_t(kv_head * group + m % group) * p.q_head + chunk * 8;
+        from +=
+            request * p.q_batch + t * p.q_row + int64_t(kv_head * group + m % group) * p.q_head + chunk * 8;
       ptx::cp_async_16(q_tile + attention_swizzle<kHead>(row, chunk), from, valid);
     }
   }
 
   // Lane l of a warp knows the address of row l of the rows that the warp loads.
   __device__ __forceinline__ RowAddress<T> look_up(int first, int stop) const {
-    return find_row<T>(p, keys, request, kv_head, first + warp * Tile::kLoadRows + lane % Tile::kLoadRows, stop);
+    return find_row<T>(p, keys, request, kv_head, first + warp * Tile::kLoadRows + lane % Tile::kLoadRows,
+                       stop);
   }
 
   __device__ __forceinline__ void load(const RowAddress<T>& rows, int stage) const {
@@ -255,7 +264,8 @@ class AttentionBlock {
 
   // s = Q K^T
   template <int kKept>
-  __device__ __forceinline__ void score(const T* k, const uint32_t (&kept)[kKept][4], float (&s)[kScoreTiles][4]) const {
+  __device__ __forceinline__ void score(const T* k, const uint32_t (&kept)[kKept][4],
+                                        float (&s)[kScoreTiles][4]) const {
     const int row = key_warp * Tile::kWarpKeys + (lane & 7) + (lane >> 4) * 8, chunk = lane >> 3 & 1;
 #pragma unroll
     for (int step = 0; step < kHead / 16; ++step) {
@@ -351,7 +361,8 @@ class AttentionBlock {
     }
   }
 
-  // Warps of the same rows, other keys: their results go to the first of them, lane by lane, through the stages.
+  // Warps of the same rows, other keys: their results go to the first of them, lane by lane, through the
+  // stages.
   __device__ __forceinline__ void merge_key_warps() {
     float* slots = reinterpret_cast<float*>(stages);
     const auto slot = [&](int other) {
@@ -479,8 +490,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   for (int n = 0; n < kVectors; ++n) {
     const int channel = (n * 32 + lane) * 4;
     if (channel >= p.head_size) continue;
-    *reinterpret_cast<uint2*>(to + channel) = make_uint2(pack<T>(o[n].x * factor, o[n].y * factor),
-                                                         pack<T>(o[n].z * factor, o[n].w * factor));
+    *reinterpret_cast<uint2*>(to + channel) =
+        make_uint2(pack<T>(o[n].x * factor, o[n].y * factor), pack<T>(o[n].z * factor, o[n].w * factor));
   }
 }
 

@@ -1,5 +1,5 @@
-// What the host hands to the attention kernels, and the plan: tile and number of pieces, from static shapes and
-// the number of multiprocessors alone.
+// What the host hands to the attention kernels, and the plan: tile and number of pieces, from static shapes
+// and the number of multiprocessors alone.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,10 +12,10 @@ namespace cuda {
 
 // Rows are addressed as KeyRows says. Lengths live on the device and are clamped to their capacities.
 struct SegmentAttentionParams {
-  bool bf16;                                               // else float16
-  int32_t batch, rows, heads, kv_heads, head_size;         // rows = b, queries of a request
-  int32_t page_size, max_pages, pages;                     // max_pages 1 without a block table
-  const void* q;                                           // [B, b, nh, d]
+  bool bf16;                                        // else float16
+  int32_t batch, rows, heads, kv_heads, head_size;  // rows = b, queries of a request
+  int32_t page_size, max_pages, pages;              // max_pages 1 without a block table
+  const void* q;                                    // [B, b, nh, d]
   int64_t q_batch, q_row, q_head;
   KeyRows context;              // [N, page, nkv, d], batch stride = page stride
   const int32_t* block_table;   // [B, max_pages] or null: request i owns page i
@@ -35,8 +35,8 @@ struct SegmentAttentionParams {
 };
 
 constexpr int32_t kAttentionHeadMax = 256;
-constexpr int32_t kAttentionPieceMin = 128;       // keys: below, the combine costs more than it saves
-constexpr int32_t kAttentionPieceTarget = 8192;   // keys: above, one long request keeps a ragged batch waiting
+constexpr int32_t kAttentionPieceMin = 128;      // keys: below, the combine costs more than it saves
+constexpr int32_t kAttentionPieceTarget = 8192;  // keys: above, one long request keeps a ragged batch waiting
 constexpr int32_t kAttentionPiecesMax = 64;
 constexpr int32_t kAttentionBlocksPerSm = 2;
 

@@ -27,10 +27,10 @@ PYBIND11_MODULE(SIMT_MODULE, m) {
     }
   });
   m.def("segment_attention",
-        [](Array q, Array k_cache, Array v_cache, Array context_lens, MaybeArray k_segment, MaybeArray v_segment,
-           MaybeArray segment_lens, Array k_block, Array v_block, MaybeArray block_table, MaybeArray sinks,
-           MaybeArray block_lens, double scale, bool causal, int64_t window, double soft_cap, bool bf16,
-           int32_t pieces, MaybeArray workspace, Array out) {
+        [](Array q, Array k_cache, Array v_cache, Array context_lens, MaybeArray k_segment,
+           MaybeArray v_segment, MaybeArray segment_lens, Array k_block, Array v_block,
+           MaybeArray block_table, MaybeArray sinks, MaybeArray block_lens, double scale, bool causal,
+           int64_t window, double soft_cap, bool bf16, int32_t pieces, MaybeArray workspace, Array out) {
           SegmentAttentionParams p = {};
           p.bf16 = bf16;
           p.batch = q.shape(0), p.rows = q.shape(1), p.heads = q.shape(2), p.kv_heads = k_cache.shape(2);
