@@ -1,8 +1,8 @@
 // What every kernel file includes: the types, dynamic shared memory, the launch. The same file is compiled by
 // nvcc and, with CARRYOVER_SIMT, by a host compiler that runs every CUDA thread as a fiber (tests/simt).
 //
-// Rules that keep both happy: shared memory is dynamic only (CARRYOVER_SMEM), block sizes are multiples of 32,
-// PTX lives in ptx.cuh, kernels are launched with launch().
+// Rules that keep both happy: shared memory is dynamic only (CARRYOVER_SMEM), block sizes are multiples of
+// 32, PTX lives in ptx.cuh, kernels are launched with launch().
 #pragma once
 
 #ifdef CARRYOVER_SIMT
@@ -25,9 +25,15 @@ using fp16 = __half;
 
 constexpr unsigned kFullMask = 0xffffffffu;
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(bf16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(fp16 x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float to_float(bf16 x) {
+  return __bfloat162float(x);
+}
+__device__ __forceinline__ float to_float(fp16 x) {
+  return __half2float(x);
+}
 
 template <class T>
 __device__ __forceinline__ T from_float(float x);
@@ -63,11 +69,11 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem
   return cudaSuccess;
 #else
   if (smem > kSmemDefault) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(smem));
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
     if (error != cudaSuccess) return error;
   }
-  kernel<<<grid, block, smem, stream>>>(args...);
+  kernel<<<grid, block, smem, stream> > >(args...);
   return cudaGetLastError();
 #endif
 }

@@ -11,7 +11,8 @@ constexpr int kGatherThreads = 128;
 
 // T is the widest type that sizes and addresses allow.
 template <class T>
-__global__ void __launch_bounds__(kGatherThreads) gather_rejected_kernel(const __grid_constant__ GatherParams p) {
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_rejected_kernel(const __grid_constant__ GatherParams p) {
   const int lane = threadIdx.x & 31;
   const int64_t out = int64_t(blockIdx.x) * (kGatherThreads / 32) + (threadIdx.x >> 5);
   if (out >= p.requests * p.max_rejected) return;

@@ -1,5 +1,5 @@
-// Thin wrappers of the PTX instructions in use, one function each. tests/simt/simt_ptx.h has their twins for the
-// simulator, with the same names, arguments and fragment layouts.
+// Thin wrappers of the PTX instructions in use, one function each. tests/simt/simt_ptx.h has their twins for
+// the simulator, with the same names, arguments and fragment layouts.
 #pragma once
 
 #include "cuda/common.cuh"
@@ -23,9 +23,12 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bo
                : "memory");
 }
 
-__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
-// Waits until at most N of the thread's own groups are in flight; other threads' copies need a barrier behind it.
+// Waits until at most N of the thread's own groups are in flight; other threads' copies need a barrier behind
+// it.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

@@ -1,5 +1,5 @@
-// What the bindings of all ops share. A test hands over numpy arrays: bfloat16 and float16 as int16 with the same
-// bits, None where the op takes no tensor. Nothing is copied or converted.
+// What the bindings of all ops share. A test hands over numpy arrays: bfloat16 and float16 as int16 with the
+// same bits, None where the op takes no tensor. Nothing is copied or converted.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -28,11 +28,17 @@ T* data_or_null(const MaybeArray& a, const char* name) {
   return a.is_none() ? nullptr : data<T>(a.cast<Array>(), name);
 }
 
-inline void* raw(const Array& a) { return const_cast<void*>(a.data()); }
-inline void* raw_or_null(const MaybeArray& a) { return a.is_none() ? nullptr : raw(a.cast<Array>()); }
+inline void* raw(const Array& a) {
+  return const_cast<void*>(a.data());
+}
+inline void* raw_or_null(const MaybeArray& a) {
+  return a.is_none() ? nullptr : raw(a.cast<Array>());
+}
 
 // In elements.
-inline int64_t stride(const Array& a, int i) { return a.strides(i) / a.itemsize(); }
+inline int64_t stride(const Array& a, int i) {
+  return a.strides(i) / a.itemsize();
+}
 
 inline void check(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error("launch failed with error " + std::to_string(status));

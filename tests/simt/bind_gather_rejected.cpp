@@ -3,8 +3,8 @@
 
 PYBIND11_MODULE(SIMT_MODULE, m) {
   bind_options(m);
-  m.def("gather_rejected", [](Array hidden, Array row_start, Array num_accepted, int64_t max_rejected, Array rows,
-                              Array index, Array lens) {
+  m.def("gather_rejected", [](Array hidden, Array row_start, Array num_accepted, int64_t max_rejected,
+                              Array rows, Array index, Array lens) {
     carryover::cuda::GatherParams p = {};
     p.hidden = raw(hidden);
     p.row_start = data<int32_t>(row_start, "row_start");

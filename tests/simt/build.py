@@ -1,4 +1,4 @@
-"""Compiles an op for the simulator: build/simt/<op>_<kind>_<hash of all sources>.so, once, whoever asks first."""
+"""Compiles an op for the simulator to build/simt/<op>_<kind>_<hash of the sources>.so, once for all who ask."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def cuda_include() -> Path | None:
     spec = find_spec("nvidia")
     for place in spec.submodule_search_locations or [] if spec else []:
         folders += sorted(Path(place).glob("cu1*/include"))
-    return next((f for f in folders if (f / "cuda_runtime.h").exists() and (f / "cuda_bf16.h").exists()), None)
+    return next(
+        (f for f in folders if (f / "cuda_runtime.h").exists() and (f / "cuda_bf16.h").exists()), None
+    )
 
 
 @functools.cache

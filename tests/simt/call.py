@@ -87,7 +87,7 @@ def call(
     schedule: Schedule = SCHEDULES[0],
     defines: tuple[str, ...] = (),
 ) -> Any:
-    """Calls `function` (default: the op's name) of the op's module; tensors are handed over without a copy and
+    """Calls `function` (default: the op's name) of the op's module; tensors are handed over as they are,
     written in place. In a sanitizer build they are copied to exactly as much memory as they need, and back.
 
     Raises :class:`KernelFault` when the simulator or the sanitizer found something.
@@ -106,7 +106,7 @@ def call(
 
 
 class _Worker:
-    """A Python with a preloaded sanitizer. It dies of what the sanitizer finds; the next call starts another."""
+    """A Python with a preloaded sanitizer. It dies of what the sanitizer finds, and the next call starts anew."""
 
     _all: dict[tuple[Any, ...], _Worker] = {}  # noqa: RUF012
 

@@ -1,7 +1,7 @@
 // CUDA's device language for a host compiler: every CUDA thread of a block is a fiber on one OS thread, and a
 // scheduler chooses which one runs (simt_rt.cpp). Kernel files reach this header through cuda/common.cuh when
-// CARRYOVER_SIMT is defined. Only the parts of CUDA that kernels here use are defined; what is missing does not
-// compile.
+// CARRYOVER_SIMT is defined. Only the parts of CUDA that kernels here use are defined; what is missing does
+// not compile.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,8 +55,7 @@ using Body = void (*)(const void* capture);
 void launch(dim3 grid, dim3 block, size_t smem, Body body, const void* capture);
 template <class F>
 void launch(dim3 grid, dim3 block, size_t smem, const F& f) {
-  launch(
-      grid, block, smem, [](const void* capture) { (*static_cast<const F*>(capture))(); }, &f);
+  launch(grid, block, smem, [](const void* capture) { (*static_cast<const F*>(capture))(); }, &f);
 }
 
 [[noreturn]] void fault(const char* what);  // ends the launch with an error
@@ -139,7 +138,9 @@ T atomic(T* p, Op op) {
 inline void __syncwarp(uint32_t mask = ~0u) {
   simt::collective(simt::Collective::kSyncWarp, mask, nullptr, [](void* const*, uint32_t) {});
 }
-inline void __threadfence() { simt::fence(); }
+inline void __threadfence() {
+  simt::fence();
+}
 
 template <class T>
 T __shfl_sync(uint32_t mask, T v, int source, int width = 32) {
@@ -160,9 +161,15 @@ T __shfl_up_sync(uint32_t mask, T v, int by, int width = 32) {
   const int at = simt::lane() & (width - 1);
   return simt::shuffle(mask, v, at - by >= 0 ? simt::lane() - by : simt::lane());
 }
-inline uint32_t __ballot_sync(uint32_t mask, bool v) { return simt::ballot(mask, v); }
-inline int __any_sync(uint32_t mask, bool v) { return simt::ballot(mask, v) != 0; }
-inline int __all_sync(uint32_t mask, bool v) { return simt::ballot(mask, v) == mask; }
+inline uint32_t __ballot_sync(uint32_t mask, bool v) {
+  return simt::ballot(mask, v);
+}
+inline int __any_sync(uint32_t mask, bool v) {
+  return simt::ballot(mask, v) != 0;
+}
+inline int __all_sync(uint32_t mask, bool v) {
+  return simt::ballot(mask, v) == mask;
+}
 
 template <class T>
 T atomicAdd(T* p, T v) {
@@ -199,16 +206,42 @@ void __stcs(T* p, T v) {
 
 using std::max;
 using std::min;
-inline float __expf(float x) { return std::exp(x); }
-inline float __logf(float x) { return std::log(x); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline float __int_as_float(int x) { return simt::bits<float>(x); }
-inline int __float_as_int(float x) { return simt::bits<int>(x); }
-inline float __uint_as_float(unsigned x) { return simt::bits<float>(x); }
-inline unsigned __float_as_uint(float x) { return simt::bits<unsigned>(x); }
-inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
-inline void __trap() { simt::fault("__trap()"); }
+inline float __expf(float x) {
+  return std::exp(x);
+}
+inline float __logf(float x) {
+  return std::log(x);
+}
+inline float __fdividef(float a, float b) {
+  return a / b;
+}
+inline float __frcp_rn(float x) {
+  return 1.0f / x;
+}
+inline float rsqrtf(float x) {
+  return 1.0f / std::sqrt(x);
+}
+inline float __int_as_float(int x) {
+  return simt::bits<float>(x);
+}
+inline int __float_as_int(float x) {
+  return simt::bits<int>(x);
+}
+inline float __uint_as_float(unsigned x) {
+  return simt::bits<float>(x);
+}
+inline unsigned __float_as_uint(float x) {
+  return simt::bits<unsigned>(x);
+}
+inline int __popc(unsigned x) {
+  return __builtin_popcount(x);
+}
+inline int __ffs(int x) {
+  return __builtin_ffs(x);
+}
+inline int __clz(int x) {
+  return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x));
+}
+inline void __trap() {
+  simt::fault("__trap()");
+}

@@ -1,5 +1,5 @@
-// Twins of the wrappers in csrc/cuda/ptx.cuh. Fragment layouts are those of the PTX ISA: ldmatrix .m8n8.b16 and
-// mma.m16n8k16 with 16-bit operands.
+// Twins of the wrappers in csrc/cuda/ptx.cuh. Fragment layouts are those of the PTX ISA: ldmatrix .m8n8.b16
+// and mma.m16n8k16 with 16-bit operands.
 #pragma once
 
 #include "simt.h"
@@ -10,7 +10,9 @@ namespace ptx {
 inline void cp_async_16(void* shared, const void* global, bool valid) {
   simt::copy_async(shared, global, valid ? 16 : 0);
 }
-inline void cp_async_commit() { simt::commit_async(); }
+inline void cp_async_commit() {
+  simt::commit_async();
+}
 template <int N>
 void cp_async_wait() {
   simt::wait_async(N);
@@ -29,24 +31,31 @@ void load_matrix(uint32_t* r, const void* address) {
     if (reinterpret_cast<uintptr_t>(address) & 15) simt::fault("ldmatrix: address is not a multiple of 16");
     for (int i = 0; i < 8; ++i) me.row[i] = static_cast<const uint16_t*>(address)[i];
   }
-  simt::collective(
-      simt::Collective::kLoadMatrix, ~0u, &me, [](void* const* args, uint32_t) SIMT_EXCHANGE {
-        const auto row = [&](int matrix, int i) { return static_cast<LoadMatrix*>(args[matrix * 8 + i])->row; };
-        for (int l = 0; l < 32; ++l) {
-          const int g = l >> 2, t = (l & 3) * 2;
-          for (int m = 0; m < N; ++m) {
-            const uint32_t low = kTrans ? row(m, t)[g] : row(m, g)[t];
-            const uint32_t high = kTrans ? row(m, t + 1)[g] : row(m, g)[t + 1];
-            static_cast<LoadMatrix*>(args[l])->r[m] = low | high << 16;
-          }
-        }
-      });
+  simt::collective(simt::Collective::kLoadMatrix, ~0u, &me, [](void* const* args, uint32_t) SIMT_EXCHANGE {
+    const auto row = [&](int matrix, int i) { return static_cast<LoadMatrix*>(args[matrix * 8 + i])->row; };
+    for (int l = 0; l < 32; ++l) {
+      const int g = l >> 2, t = (l & 3) * 2;
+      for (int m = 0; m < N; ++m) {
+        const uint32_t low = kTrans ? row(m, t)[g] : row(m, g)[t];
+        const uint32_t high = kTrans ? row(m, t + 1)[g] : row(m, g)[t + 1];
+        static_cast<LoadMatrix*>(args[l])->r[m] = low | high << 16;
+      }
+    }
+  });
 }
 
-inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) { load_matrix<4, false>(r, row); }
-inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) { load_matrix<4, true>(r, row); }
-inline void ldmatrix_x2(uint32_t (&r)[2], const void* row) { load_matrix<2, false>(r, row); }
-inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row) { load_matrix<2, true>(r, row); }
+inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  load_matrix<4, false>(r, row);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
+  load_matrix<4, true>(r, row);
+}
+inline void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
+  load_matrix<2, false>(r, row);
+}
+inline void ldmatrix_x2_trans(uint32_t (&r)[2], const void* row) {
+  load_matrix<2, true>(r, row);
+}
 
 template <class T>
 float widen(uint32_t bits);
@@ -97,7 +106,8 @@ inline float exp2_approx(float x) {
 }
 
 inline uint4 load_streaming(const void* global) {
-  if (reinterpret_cast<uintptr_t>(global) & 15) simt::fault("load_streaming: address is not a multiple of 16");
+  if (reinterpret_cast<uintptr_t>(global) & 15)
+    simt::fault("load_streaming: address is not a multiple of 16");
   return *static_cast<const uint4*>(global);
 }
 

@@ -1,6 +1,6 @@
 // The simulator's run time: fibers, schedulers, barriers, meetings of a warp's lanes, queues of asynchronous
-// copies. Blocks run one after the other on one OS thread. Never instrumented by a sanitizer itself; it tells the
-// sanitizers which fiber runs and what orders memory:
+// copies. Blocks run one after the other on one OS thread. Never instrumented by a sanitizer itself; it tells
+// the sanitizers which fiber runs and what orders memory:
 //
 //   __syncthreads, __syncwarp     order the memory accesses of the threads that meet
 //   __threadfence                 orders what is before it with what is behind every later __threadfence
@@ -10,13 +10,13 @@
 // ThreadSanitizer reports what CUDA leaves undefined, in whatever order the threads happened to run.
 #include "simt_rt.h"
 
+#include <sys/mman.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
-
-#include <sys/mman.h>
 
 #if defined(SIMT_ASAN)
 #include <sanitizer/asan_interface.h>
@@ -79,14 +79,14 @@ struct Fiber {
   char* stack = nullptr;
   State state = State::kDone;
   int index = 0;
-  void* fake_stack = nullptr;   // ASan
-  void* tsan = nullptr;         // TSan
-  std::vector<Copy> open;       // copies of the group that is not committed yet
-  std::vector<Group> groups;    // oldest first
+  void* fake_stack = nullptr;  // ASan
+  void* tsan = nullptr;        // TSan
+  std::vector<Copy> open;      // copies of the group that is not committed yet
+  std::vector<Group> groups;   // oldest first
 };
 
-// No code below moves arrays that several fibers touch: memmove is intercepted by ThreadSanitizer, which would take
-// the simulator's own bookkeeping for the kernel's.
+// No code below moves arrays that several fibers touch: memmove is intercepted by ThreadSanitizer, which
+// would take the simulator's own bookkeeping for the kernel's.
 struct Meeting {
   uint32_t mask = 0, arrived = 0;  // mask 0: free
   Collective op{};
@@ -146,8 +146,12 @@ uint32_t random_below(uint32_t n) {
 }
 
 #ifdef SIMT_TSAN
-void acquire(void* p) { __tsan_acquire(p); }
-void release(void* p) { __tsan_release(p); }
+void acquire(void* p) {
+  __tsan_acquire(p);
+}
+void release(void* p) {
+  __tsan_release(p);
+}
 #else
 void acquire(void*) {}
 void release(void*) {}
@@ -243,7 +247,8 @@ uint32_t choose() {
   if (g_options.schedule == Options::kFifo) return 0;
   if (g_options.schedule == Options::kRandom) return random_below(b.ready.count);
   // Priorities: one warp runs far ahead of the others; now and then another one does.
-  if (random_below(256) == 0) b.warps[random_below(static_cast<uint32_t>(b.warps.size()))].priority = random_below(~0u);
+  if (random_below(256) == 0)
+    b.warps[random_below(static_cast<uint32_t>(b.warps.size()))].priority = random_below(~0u);
   const auto priority = [&](uint32_t i) { return b.warps[static_cast<size_t>(b.ready.at(i) >> 5)].priority; };
   uint32_t best = random_below(b.ready.count);
   for (uint32_t i = 0; i < b.ready.count; ++i)
@@ -253,7 +258,8 @@ uint32_t choose() {
 
 const char* where_all_wait() {
   for (const Fiber& f : g_block->fibers)
-    if (f.state == State::kMeeting) return "deadlock: lanes wait in a warp collective that others do not reach";
+    if (f.state == State::kMeeting)
+      return "deadlock: lanes wait in a warp collective that others do not reach";
   return "deadlock: threads wait at a barrier that others do not reach";
 }
 
@@ -298,13 +304,14 @@ struct Launch {
 
   Launch(dim3 grid, dim3 size, size_t smem, Body body, const void* capture) : smem_bytes(smem) {
     const size_t n = static_cast<size_t>(size.x) * size.y * size.z;
-    if (n == 0 || n > 1024 || n % 32) throw std::runtime_error("simt: a block of " + std::to_string(n) +
-                                                               " threads; wanted 32, 64 .. 1024");
+    if (n == 0 || n > 1024 || n % 32)
+      throw std::runtime_error("simt: a block of " + std::to_string(n) + " threads; wanted 32, 64 .. 1024");
     if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535)
       throw std::runtime_error("simt: a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) +
                                " x " + std::to_string(grid.z) + " blocks cannot be launched");
     if (smem > (227u << 10))
-      throw std::runtime_error("simt: " + std::to_string(smem) + " bytes of shared memory; no GPU has as many");
+      throw std::runtime_error("simt: " + std::to_string(smem) +
+                               " bytes of shared memory; no GPU has as many");
     g_block = &block;
     block.body = body;
     block.capture = capture;
@@ -369,10 +376,18 @@ void do_copy(const Copy& c) {  // memcpy and memset are intercepted by the sanit
 
 }  // namespace
 
-Context& context() { return g_fiber->context; }
-unsigned char* dynamic_smem() { return g_block->smem; }
-int lane() { return g_fiber->index & 31; }
-void configure(const Options& options) { g_options = options; }
+Context& context() {
+  return g_fiber->context;
+}
+unsigned char* dynamic_smem() {
+  return g_block->smem;
+}
+int lane() {
+  return g_fiber->index & 31;
+}
+void configure(const Options& options) {
+  g_options = options;
+}
 
 void fault(const char* what) {
   g_block->error = what;
