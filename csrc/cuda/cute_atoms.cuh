@@ -1,12 +1,11 @@
-// CuTe atoms on the wrappers of ptx.cuh, so that a tiled kernel runs the same instructions in the simulator as on
-// the GPU. CuTe's own atoms hold inline PTX that a host compiler cannot run; their layouts are taken over.
+// CuTe atoms on the wrappers of ptx.cuh, so that a tiled kernel runs the same instructions in the simulator
+// as on the GPU. CuTe's own atoms hold inline PTX that a host compiler cannot run; their layouts are taken
+// over.
 #pragma once
 
 #include "cuda/ptx.cuh"
 
 // After ptx.cuh: in the simulator CuTe must see its definition of the device language.
-#include <cute/atom/copy_atom.hpp>
-#include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
 namespace carryover {

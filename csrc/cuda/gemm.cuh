@@ -1,6 +1,6 @@
-// C = A B^T for a handful of rows of A: B (the weights) is streamed once through a ring of shared-memory stages
-// (cp.async), tiles are read by ldmatrix and multiplied by mma.sync, sums are float32. Layouts, partitions and
-// atoms are CuTe's.
+// C = A B^T for a handful of rows of A: B (the weights) is streamed once through a ring of shared-memory
+// stages (cp.async), tiles are read by ldmatrix and multiplied by mma.sync, sums are float32. Layouts,
+// partitions and atoms are CuTe's.
 #pragma once
 
 #include "cuda/cute_atoms.cuh"
@@ -14,7 +14,8 @@ struct GemmTile {
   using T = T_;
   static constexpr int kRows = kRows_, kCols = kCols_;
   static constexpr int kDepth = kCols > 128 ? 32 : 64;
-  static constexpr int kStages = kRows == 16 || kCols > 128 ? 4 : 3;  // two blocks fit a multiprocessor of an A100
+  static constexpr int kStages =
+      kRows == 16 || kCols > 128 ? 4 : 3;  // two blocks fit a multiprocessor of an A100
   static constexpr int kWarpsM = kRows > 64 ? 2 : 1, kWarpsN = kCols / 32;
   static constexpr int kWarps = kWarpsM * kWarpsN, kThreads = 32 * kWarps;
 
@@ -22,7 +23,8 @@ struct GemmTile {
   static constexpr int kThreadsA = kRows * kChunks < kThreads ? kRows * kChunks : kThreads;
 
   // The swizzle spreads the eight rows of an 8x8 matrix over all banks.
-  using Row = cute::Layout<cute::Shape<cute::_8, cute::Int<kDepth>>, cute::Stride<cute::Int<kDepth>, cute::_1>>;
+  using Row =
+      cute::Layout<cute::Shape<cute::_8, cute::Int<kDepth>>, cute::Stride<cute::Int<kDepth>, cute::_1>>;
   using Atom = decltype(cute::composition(cute::Swizzle<kDepth == 64 ? 3 : 2, 3, 3>{}, Row{}));
   using LayoutA = decltype(cute::tile_to_shape(
       Atom{}, cute::Shape<cute::Int<kRows>, cute::Int<kDepth>, cute::Int<kStages>>{}));
@@ -59,8 +61,8 @@ struct GemmOperands {
   const T *a, *b;
   int64_t a_stride, b_stride;
   int32_t a_rows, b_rows;
-  int32_t depth;        // columns that exist
-  int32_t begin, end;   // columns of this split; begin is a multiple of kDepth
+  int32_t depth;       // columns that exist
+  int32_t begin, end;  // columns of this split; begin is a multiple of kDepth
 };
 
 // Leaves A as it is.
@@ -71,17 +73,18 @@ struct PlainRows {
   __device__ void apply(T*, int) {}
 };
 
-// acc += A B^T over the columns of the split. `rows` changes A in shared memory before it is multiplied: begin()
-// runs once behind the first loads and may use barriers, fetch(column) before the wait for a stage,
+// acc += A B^T over the columns of the split. `rows` changes A in shared memory before it is multiplied:
+// begin() runs once behind the first loads and may use barriers, fetch(column) before the wait for a stage,
 // apply(chunk, row) on each 16-byte piece that this thread has copied itself: no barrier is needed for that.
 template <class Tile, class Acc, class Rows>
-__device__ __forceinline__ void multiply(const GemmOperands<typename Tile::T>& o, unsigned char* smem, Acc& acc,
-                                         Rows& rows) {
+__device__ __forceinline__ void multiply(const GemmOperands<typename Tile::T>& o, unsigned char* smem,
+                                         Acc& acc, Rows& rows) {
   using namespace cute;
   using T = typename Tile::T;
   const int thread = threadIdx.x;
   Tensor sA = make_tensor(make_smem_ptr(reinterpret_cast<T*>(smem)), typename Tile::LayoutA{});
-  Tensor sB = make_tensor(make_smem_ptr(reinterpret_cast<T*>(smem + Tile::kBytesA)), typename Tile::LayoutB{});
+  Tensor sB =
+      make_tensor(make_smem_ptr(reinterpret_cast<T*>(smem + Tile::kBytesA)), typename Tile::LayoutB{});
   const int first = o.begin / Tile::kDepth, last = (o.end + Tile::kDepth - 1) / Tile::kDepth;
   Tensor gA = make_tensor(make_gmem_ptr(o.a), make_shape(Int<Tile::kRows>{}, Int<Tile::kDepth>{}, last),
                           make_stride(o.a_stride, _1{}, Int<Tile::kDepth>{}));
@@ -90,7 +93,8 @@ __device__ __forceinline__ void multiply(const GemmOperands<typename Tile::T>& o
 
   const auto copy_a = typename Tile::CopyA{}.get_slice(thread);
   const auto copy_b = typename Tile::CopyB{}.get_slice(thread);
-  Tensor from_a = copy_a.partition_S(gA), from_b = copy_b.partition_S(gB);  // (8, rows of the thread, 1, step)
+  Tensor from_a = copy_a.partition_S(gA),
+         from_b = copy_b.partition_S(gB);  // (8, rows of the thread, 1, step)
   Tensor to_a = copy_a.partition_D(sA), to_b = copy_b.partition_D(sB);
   Tensor at_a = copy_a.partition_S(make_identity_tensor(Shape<Int<Tile::kRows>, Int<Tile::kDepth>>{}));
   Tensor at_b = copy_b.partition_S(make_identity_tensor(Shape<Int<Tile::kCols>, Int<Tile::kDepth>>{}));
@@ -156,9 +160,9 @@ __device__ __forceinline__ void multiply(const GemmOperands<typename Tile::T>& o
   __syncthreads();  // the epilogue reuses the stages
 }
 
-// Adds the sums of all splits of a tile, in the order of the splits whoever comes last. True in the block that came
-// last: it alone has the total and goes on. `partials` are the tile's, [splits][kThreads * sums of a thread];
-// `counter` counts arrivals from zero; `flag` is a word of shared memory.
+// Adds the sums of all splits of a tile, in the order of the splits whoever comes last. True in the block
+// that came last: it alone has the total and goes on. `partials` are the tile's, [splits][kThreads * sums of
+// a thread]; `counter` counts arrivals from zero; `flag` is a word of shared memory.
 template <class Tile, class Acc>
 __device__ __forceinline__ bool add_splits(Acc& acc, float* partials, int32_t* counter, int split, int splits,
                                            int* flag) {
@@ -168,7 +172,8 @@ __device__ __forceinline__ bool add_splits(Acc& acc, float* partials, int32_t* c
   float4* mine = reinterpret_cast<float4*>(partials) + int64_t(split) * kQuads * Tile::kThreads;
   CUTE_UNROLL
   for (int i = 0; i < kQuads; ++i) {
-    mine[i * Tile::kThreads + thread] = make_float4(acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3));
+    mine[i * Tile::kThreads + thread] =
+        make_float4(acc(4 * i), acc(4 * i + 1), acc(4 * i + 2), acc(4 * i + 3));
   }
   __threadfence();
   __syncthreads();  // all threads have written and fenced before one of them says so

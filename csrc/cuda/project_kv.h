@@ -1,8 +1,9 @@
-// What the host hands to the kernels of project_kv and commit_and_carry, and the plan: tiles and splits, from static
-// shapes and the number of multiprocessors alone. Plain C++: no CUDA code, no torch header.
+// What the host hands to the kernels of project_kv and commit_and_carry, and the plan: tiles and splits, from
+// static shapes and the number of multiprocessors alone. Plain C++: no CUDA code, no torch header.
 //
-// One call is three launches: route_rows (where each row goes, lengths of the segments), fc GEMM, kv GEMM. Above
-// kProjectCrossover rows the library's GEMM takes over, followed by the same epilogues as kernels of their own.
+// One call is three launches: route_rows (where each row goes, lengths of the segments), fc GEMM, kv GEMM.
+// Above kProjectCrossover rows the library's GEMM takes over, followed by the same epilogues as kernels of
+// their own.
 //
 // Bytes and operations of a call with T rows (e = 2 bytes an element, N = L * 2 * nkv * d):
 //   bytes      = e * (H*F + N*H)  weights, each read once
@@ -12,9 +13,10 @@
 // Split-K partials, 4 * T * (H * fc.splits + N * kv.splits) bytes out and in, live in the L2 cache as well.
 //
 // Floor = max(bytes / bandwidth, operations / peak): H200 4.8 TB/s and 989 TFLOP/s, A100-80GB 2.04 TB/s and
-// 312 TFLOP/s (data sheets, dense bf16). A weight serves 2*T operations for its 2 bytes, so the memory is the limit
-// below T = 206 on an H200, below 153 on an A100. mma.sync reaches about two thirds of an H200's peak, which puts
-// the crossover to the library's GEMM (wgmma) near T = 128: predicted, not measured (no GPU so far).
+// 312 TFLOP/s (data sheets, dense bf16). A weight serves 2*T operations for its 2 bytes, so the memory is the
+// limit below T = 206 on an H200, below 153 on an A100. mma.sync reaches about two thirds of an H200's peak,
+// which puts the crossover to the library's GEMM (wgmma) near T = 128: predicted, not measured (no GPU so
+// far).
 //
 //   drafter                        F      H     N      T    MB    GFLOP  H200 us  A100 us  limit on both
 //   Qwen3-4B   5 taps, 5 layers    12800  2560  10240  16   119   1.89   24.7     58.2     memory
@@ -38,19 +40,20 @@ namespace cuda {
 constexpr int64_t kProjectCrossover = 128;  // rows; see above
 constexpr int32_t kProjectHeadMax = 256;    // head sizes above go to the library's GEMM
 constexpr int32_t kProjectSplitsMax = 16;
-constexpr int32_t kProjectDepthMin = 256;  // columns of a split at least: below, filling the pipeline dominates
+constexpr int32_t kProjectDepthMin =
+    256;  // columns of a split at least: below, filling the pipeline dominates
 constexpr int32_t kProjectBlocksPerSm = 2;
 
-// C[rows, cols] = A[rows, depth] B[cols, depth]^T as blocks of tile_rows x tile_cols, of which used_cols columns
-// hold something: a block of the second GEMM takes whole heads, because k_norm needs them.
+// C[rows, cols] = A[rows, depth] B[cols, depth]^T as blocks of tile_rows x tile_cols, of which used_cols
+// columns hold something: a block of the second GEMM takes whole heads, because k_norm needs them.
 struct GemmPlan {
-  int32_t tile_rows;     // 16, 64 or 128
-  int32_t tile_cols;     // 128 or 256
-  int32_t used_cols;     // <= tile_cols
-  int32_t row_blocks;    // ceil(rows / tile_rows)
-  int32_t col_tiles;     // ceil(cols / used_cols)
-  int32_t splits;        // of the depth
-  int32_t split_depth;   // multiple of the depth of a tile
+  int32_t tile_rows;    // 16, 64 or 128
+  int32_t tile_cols;    // 128 or 256
+  int32_t used_cols;    // <= tile_cols
+  int32_t row_blocks;   // ceil(rows / tile_rows)
+  int32_t col_tiles;    // ceil(cols / used_cols)
+  int32_t splits;       // of the depth
+  int32_t split_depth;  // multiple of the depth of a tile
 
   int64_t tiles() const { return int64_t(row_blocks) * col_tiles; }
   int64_t partials() const {  // floats of workspace
@@ -76,8 +79,8 @@ inline GemmPlan plan_gemm(int64_t rows, int64_t cols, int64_t depth, int32_t hea
   return p;
 }
 
-// Where the rows of commit_and_carry go. A row whose slot or position is out of range goes nowhere (builds with
-// CARRYOVER_DEBUG trap); ragged arguments are clamped to the T rows that exist.
+// Where the rows of commit_and_carry go. A row whose slot or position is out of range goes nowhere (builds
+// with CARRYOVER_DEBUG trap); ragged arguments are clamped to the T rows that exist.
 struct CommitRoutes {
   const int32_t* positions;     // [T]
   const int32_t* row_start;     // [B + 1]
@@ -85,10 +88,10 @@ struct CommitRoutes {
   const int64_t* slots;         // [T]
   int64_t rows, requests;       // T, B
   int64_t pages, page_size;
-  int64_t room;       // R, rows of a segment
-  int64_t positions_end;  // rows of cos_sin
-  int64_t k_page, k_slot, v_page, v_slot;                       // strides of the caches
-  int64_t k_request, k_row, v_request, v_row;                   // strides of the segments
+  int64_t room;                                // R, rows of a segment
+  int64_t positions_end;                       // rows of cos_sin
+  int64_t k_page, k_slot, v_page, v_slot;      // strides of the caches
+  int64_t k_request, k_row, v_request, v_row;  // strides of the segments
   bool carry;
   RowRoute* routes;       // [T]
   int32_t* segment_lens;  // [B]
@@ -96,7 +99,8 @@ struct CommitRoutes {
   int64_t counter_count;
 };
 
-// Where the rows of project_kv go: row t of [L, T, nkv, d]; a row at position -1 (or out of range) becomes zero.
+// Where the rows of project_kv go: row t of [L, T, nkv, d]; a row at position -1 (or out of range) becomes
+// zero.
 struct ProjectRoutes {
   const int32_t* positions;  // [T]
   const uint8_t* carried;    // [T] or null: non-zero marks a row that gets the embedding
@@ -111,7 +115,7 @@ struct ProjectParams {
   int64_t rows, features, hidden, layers, heads, dim, rot;
   float eps;
   bool pre_norm;
-  const void* x;  // [T, F], rows x_stride apart
+  const void* x;   // [T, F], rows x_stride apart
   const void* fc;  // [H, F], rows fc_stride apart
   const void* kv;  // [L*2*nkv*d, H], rows kv_stride apart
   int64_t x_stride, fc_stride, kv_stride;
@@ -119,18 +123,19 @@ struct ProjectParams {
   const void* embedding;  // [H] or null
   const void* k_norm;     // [L, d]
   const float* cos_sin;   // [P, rot]
-  const RowRoute* routes;  // [T]; kCarried: gets the embedding
-  KvDestination dest[2];   // committed, carried
+  KvDestination dest[2];  // committed, carried
   GemmPlan fc_plan, kv_plan;
   // Workspace.
-  void* u;            // [T, H], fc's result
-  float* squares;     // [T, fc_plan.col_tiles], partial sums of squares of its rows (embedding included)
-  float* partials;    // [max(fc_plan.partials(), kv_plan.partials())]
-  int32_t* counters;  // [fc_plan.tiles() + kv_plan.tiles()], zero
+  RowRoute* routes;     // [T]; kCarried: the row gets the embedding
+  void* u;              // [T, H], fc's result
+  float* squares;       // [T, fc_plan.col_tiles], partial sums of squares of its rows (embedding included)
+  float* partials;      // [max(fc_plan.partials(), kv_plan.partials())]
+  int32_t* counters;    // [fc_plan.tiles() + kv_plan.tiles()], zero
   const void* kv_rows;  // [T, L*2*nkv*d]: second GEMM's result, for route_kv alone
 };
 
-// Whether the tiles can load these operands: 16-byte rows and a head that fits a block. Else the library's GEMM.
+// Whether the tiles can load these operands: 16-byte rows and a head that fits a block. Else the library's
+// GEMM.
 inline bool project_tiles_fit(const ProjectParams& p) {
   const auto address = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.fc) |
                        reinterpret_cast<uintptr_t>(p.kv) | reinterpret_cast<uintptr_t>(p.norm) |
@@ -139,21 +144,26 @@ inline bool project_tiles_fit(const ProjectParams& p) {
   return address % 16 == 0 && sizes % 8 == 0 && p.features > 0 && p.dim <= kProjectHeadMax;
 }
 
-// The workspace in bytes, and where its parts lie; every part starts at a multiple of 16.
-struct ProjectWorkspace {
-  int64_t routes, u, squares, partials, counters, bytes;
-};
+inline void project_plan(ProjectParams& p, int32_t multiprocessors) {
+  p.fc_plan = plan_gemm(p.rows, p.hidden, p.features, 1, multiprocessors);
+  p.kv_plan = plan_gemm(p.rows, p.layers * 2 * p.heads * p.dim, p.hidden, int32_t(p.dim), multiprocessors);
+}
 
-inline ProjectWorkspace project_workspace(int64_t rows, int64_t hidden, const GemmPlan& fc, const GemmPlan& kv) {
-  const auto up = [](int64_t n) { return (n + 15) / 16 * 16; };
-  const int64_t most = fc.partials() > kv.partials() ? fc.partials() : kv.partials();
-  ProjectWorkspace w = {};
-  w.u = w.routes + up(rows * int64_t(sizeof(RowRoute)));
-  w.squares = w.u + up(rows * hidden * 2);
-  w.partials = w.squares + up(rows * fc.col_tiles * 4);
-  w.counters = w.partials + up(most * 4);
-  w.bytes = w.counters + up((fc.tiles() + kv.tiles()) * 4);
-  return w;
+// Sets the pointers into a workspace and returns its size in bytes; every part starts at a multiple of 16.
+inline int64_t project_workspace(ProjectParams& p, void* base) {
+  int64_t used = 0;
+  const auto take = [&](int64_t bytes) {
+    char* part = static_cast<char*>(base) + used;
+    used += (bytes + 15) / 16 * 16;
+    return static_cast<void*>(part);
+  };
+  const int64_t fc = p.fc_plan.partials(), kv = p.kv_plan.partials();
+  p.routes = static_cast<RowRoute*>(take(p.rows * int64_t(sizeof(RowRoute))));
+  p.u = take(p.rows * p.hidden * 2);
+  p.squares = static_cast<float*>(take(p.rows * p.fc_plan.col_tiles * 4));
+  p.partials = static_cast<float*>(take((fc > kv ? fc : kv) * 4));
+  p.counters = static_cast<int32_t*>(take((p.fc_plan.tiles() + p.kv_plan.tiles()) * 4));
+  return used;
 }
 
 cudaError_t route_rows(const CommitRoutes& p, cudaStream_t stream);
@@ -162,7 +172,8 @@ cudaError_t route_rows(const ProjectRoutes& p, cudaStream_t stream);
 // Both GEMMs with their epilogues; project_tiles_fit must hold.
 cudaError_t project_rows(const ProjectParams& p, cudaStream_t stream);
 
-// The epilogues alone, behind the library's GEMMs: `u` becomes its normed self; `kv_rows` go where they belong.
+// The epilogues alone, behind the library's GEMMs: `u` becomes its normed self; `kv_rows` go where they
+// belong.
 cudaError_t carry_norm(const ProjectParams& p, cudaStream_t stream);
 cudaError_t route_kv(const ProjectParams& p, cudaStream_t stream);
 

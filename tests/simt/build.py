@@ -116,7 +116,8 @@ def build(op: str, kind: str = "plain", defines: tuple[str, ...] = ()) -> Path:
         includes = ["-I", str(ROOT / "csrc"), "-I", str(HERE), "-isystem", str(cuda_include()),
                     "-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]  # fmt: skip
         if cutlass := cutlass_include():
-            includes += ["-isystem", str(cutlass)]
+            # CuTe asks for libcu++, which a toolkit keeps one folder down.
+            includes += ["-isystem", str(cutlass), "-isystem", f"{cuda_include()}/cccl"]
         common = [compiler, *FLAGS, "-DCARRYOVER_SIMT", *(f"-D{d}" for d in defines), *includes]
         objects = []
         kernel = ROOT / "csrc" / "cuda" / f"{op}.cu"
