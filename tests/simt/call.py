@@ -55,8 +55,10 @@ def _module(op: str, defines: tuple[str, ...]) -> ModuleType:
 
 
 def load(op: str, path: str | Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(op, str(path))
-    spec = importlib.util.spec_from_loader(op, loader)
+    # A name of its own for each variant: pybind11 hands out the module that it has under a name already.
+    name = f"{Path(path).stem}.{op}"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
