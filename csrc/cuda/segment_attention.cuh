@@ -73,16 +73,15 @@ struct KeySequence {
   int piece, pieces;           // keys of a piece (a multiple of kAttentionPieceMin), pieces that hold keys
 
   __device__ __forceinline__ KeySequence(const SegmentAttentionParams& p, int request) {
-    const int64_t capacity = int64_t(p.page_size) * p.max_pages;
     context = p.context_lens[request];
     segment = p.segment_lens != nullptr ? p.segment_lens[request] : 0;
     live = p.block_lens != nullptr ? p.block_lens[request] : p.rows;
 #ifdef CARRYOVER_DEBUG
-    if (context < -1 || context > capacity || segment < 0 || segment > p.segment_rows || live < 0 ||
+    if (context < -1 || context > p.capacity || segment < 0 || segment > p.segment_rows || live < 0 ||
         live > p.rows)
       __trap();
 #endif
-    context = int(min(int64_t(context), capacity));
+    context = min(context, p.capacity);
     segment = max(0, min(segment, p.segment_rows));
     live = max(0, min(live, p.rows));
     if (context < 0) context = segment = live = 0;

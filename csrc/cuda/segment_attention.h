@@ -15,6 +15,7 @@ struct SegmentAttentionParams {
   bool bf16;                                        // else float16
   int32_t batch, rows, heads, kv_heads, head_size;  // rows = b, queries of a request
   int32_t page_size, max_pages, pages;              // max_pages 1 without a block table
+  int32_t capacity;                                 // context rows of a request at most
   const void* q;                                    // [B, b, nh, d]
   int64_t q_batch, q_row, q_head;
   KeyRows context;              // [N, page, nkv, d], batch stride = page stride

@@ -38,6 +38,7 @@ PYBIND11_MODULE(SIMT_MODULE, m) {
           p.page_size = k_cache.shape(1), p.pages = k_cache.shape(0);
           p.block_table = data_or_null<int32_t>(block_table, "block_table");
           p.max_pages = block_table.is_none() ? 1 : block_table.cast<Array>().shape(1);
+          p.capacity = p.page_size * p.max_pages;
           p.q = raw(q), p.q_batch = stride(q, 0), p.q_row = stride(q, 1), p.q_head = stride(q, 2);
           p.context = key_rows(k_cache, v_cache);
           p.context_lens = data<int32_t>(context_lens, "context_lens");
