@@ -5,6 +5,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/dispatch.h"
+#ifdef CARRYOVER_CUDA
+#include "cuda/ops.h"
+#endif
 
 STABLE_TORCH_LIBRARY(carryover_ext, m) {
   m.def(
@@ -52,6 +55,12 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CPU, m) {
   m.impl("accept", TORCH_BOX(&carryover::accept));
   m.impl("markov_sample", TORCH_BOX(&carryover::markov_sample));
 }
+
+#ifdef CARRYOVER_CUDA
+STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CUDA, m) {
+  m.impl("segment_attention", TORCH_BOX(&carryover::cuda::segment_attention));
+}
+#endif
 
 STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CompositeExplicitAutograd, m) {
   m.impl("cpu_level", TORCH_BOX(&carryover::cpu_level));
