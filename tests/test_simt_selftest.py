@@ -1,7 +1,8 @@
-"""The simulator finds what it is there for: one kernel, sound and with planted faults (tests/simt/faults.cuh).
+"""The simulator finds what it is there for: one kernel, sound and with planted faults (simt/faults.cu).
 
-A detector that finds nothing is worth nothing. Each fault names the detectors that must find it: `result` (wrong
-numbers, NaN poison, or canaries, in one of the schedules), `fault` (the simulator stops the kernel), `asan`, `tsan`.
+A detector that finds nothing is worth nothing. Each fault names the detectors that must find it: `result`
+(wrong numbers, NaN poison, or canaries, in one of the schedules), `fault` (the simulator stops the kernel),
+`asan`, `tsan`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ NAMES = list(FAULTS)
 SEEDS = range(3)
 
 
+class Wide(Guarded):
+    """Canaries that a whole tile of rows behind the tensor fits into: this process must survive the fault."""
+
+    PAD = 16 * N
+
+
 class Case:
     def __init__(self) -> None:
         self.a, self.b = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
@@ -51,7 +58,7 @@ class Case:
 
     def run(self, name: str, **options) -> str:
         """Runs once; says what is wrong with the result, empty if nothing."""
-        c, top = Guarded((M, N), torch.float32), Guarded((M,), torch.float32)
+        c, top = Wide((M, N), torch.float32), Guarded((M,), torch.float32)
         partial, finished = torch.full((3, M), float("nan")), torch.zeros(2, dtype=torch.int32)
         call("faults", self.a, self.b, c.tensor, partial, top.tensor, finished, NAMES.index(name), **options)
         try:
@@ -74,7 +81,7 @@ def schedules():
 def test_names_are_those_of_the_enum() -> None:
     from simt.build import HERE
 
-    text = (HERE / "faults.cuh").read_text()
+    text = (HERE / "faults.cu").read_text()
     body = re.search(r"enum Fault : int \{(.*?)kCount", text, re.S).group(1)
     assert re.findall(r"^\s*(k\w+),", body, re.M) == NAMES
 
@@ -105,10 +112,11 @@ def test_the_simulator_stops_it(name: str, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("kind,name", [(kind, name) for kind in ("asan", "tsan") for name in planted(kind)])
 def test_a_sanitizer_stops_it(name: str, kind: str) -> None:
+    case = Case()
     with pytest.raises(KernelFault, match=FAULTS[name][kind]):
-        Case().run(name, kind=kind)
+        for schedule in SCHEDULES:
+            case.run(name, kind=kind, schedule=schedule)
 
 
 def test_every_fault_has_a_detector() -> None:
     assert all(found for name, found in FAULTS.items() if name != "kNone")
-    assert len(FAULTS) == 21

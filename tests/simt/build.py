@@ -1,4 +1,4 @@
-"""Compiles an op for the simulator to build/simt/<op>_<kind>_<hash of the sources>.so, once for all who ask."""
+"""Compiles an op for the simulator, once for all who ask: build/simt/<op>_<kind>_<hash of the sources>.so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,8 +21,8 @@ CACHE = ROOT / "build" / "simt"
 # Kinds of builds and their flags; the runtime is never instrumented, it only hears of the sanitizer.
 KINDS = {
     "plain": ([], []),
-    "asan": (["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], ["-DSIMT_ASAN"]),
-    "tsan": (["-fsanitize=thread"], ["-DSIMT_TSAN"]),
+    "asan": (["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"], ["-DSIMT_ASAN"]),
+    "tsan": (["-O1", "-fsanitize=thread"], ["-DSIMT_TSAN"]),
 }
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-march=native", "-fvisibility=hidden", "-Wno-psabi"]
 INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.M)
@@ -68,23 +69,26 @@ def unavailable() -> str | None:
     return None
 
 
-def uses_cutlass(op: str) -> bool:
-    return any("#include <cute/" in path.read_text() for path in _sources(op))
+def kernel_file(op: str) -> Path:
+    """csrc/cuda/<op>.cu; the planted faults are the simulator's own."""
+    return next(f for f in (ROOT / "csrc" / "cuda" / f"{op}.cu", HERE / f"{op}.cu") if f.exists())
 
 
-def _sources(op: str) -> list[Path]:
-    """All files of the project that the op is made of, found by following its includes."""
-    kernel = ROOT / "csrc" / "cuda" / f"{op}.cu"
-    todo = [HERE / f"bind_{op}.cpp", HERE / "simt_rt.cpp"] + ([kernel] if kernel.exists() else [])
-    seen: dict[Path, None] = {}
+def _closure(source: Path) -> list[Path]:
+    """The file and all files of the project that it includes."""
+    todo, seen = [source], set()
     while todo:
         path = todo.pop()
         if path in seen:
             continue
-        seen[path] = None
+        seen.add(path)
         for name in INCLUDE.findall(path.read_text()):
             todo += [folder / name for folder in (ROOT / "csrc", HERE) if (folder / name).exists()][:1]
-    return list(seen)
+    return sorted(seen)
+
+
+def uses_cutlass(op: str) -> bool:
+    return any("#include <cute/" in path.read_text() for path in _closure(kernel_file(op)))
 
 
 def _run(command: list[str]) -> None:
@@ -93,48 +97,50 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)}\n{result.stderr[-6000:]}")
 
 
-def build(op: str, kind: str = "plain", defines: tuple[str, ...] = ()) -> Path:
-    """The module of an op; `defines` are preprocessor symbols of a variant, such as a planted fault."""
+def _once(target: Path, make: Callable[[Path], None]) -> Path:
+    """Makes a file that is named by what it is made of; one of several pytest workers does it."""
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with open(target.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                partial = target.with_suffix(f".{os.getpid()}.tmp")
+                make(partial)
+                partial.rename(target)
+    return target
+
+
+def _object(source: Path, flags: list[str]) -> Path:
     import pybind11
 
-    instrument, runtime = KINDS[kind]
-    compiler = str(_compiler())
-    digest = hashlib.sha256()
-    for path in sorted(_sources(op)):
+    include = [ROOT / "csrc", HERE]
+    system = [cuda_include(), sysconfig.get_path("include"), pybind11.get_include()]
+    if cutlass := cutlass_include():
+        system += [cutlass, f"{cuda_include()}/cccl"]  # CuTe asks for libcu++, one folder down in a toolkit
+    command = [str(_compiler()), *FLAGS, "-DCARRYOVER_SIMT", *flags]
+    for option, folders in (("-I", include), ("-isystem", system)):
+        for folder in folders:
+            command += [option, str(folder)]
+    digest = hashlib.sha256("\0".join(command).encode())
+    for path in _closure(source):
         digest.update(path.read_bytes())
-    for text in (compiler, kind, *FLAGS, *instrument, *runtime, *defines, str(cuda_include())):
-        digest.update(text.encode() + b"\0")
-    name = f"{op}_{kind}_{digest.hexdigest()[:16]}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    library = CACHE / f"{name}.so"
-    if library.exists():
-        return library
-    with open(CACHE / f"{name}.lock", "w") as lock:  # one of several pytest workers compiles
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
-            return library
-        includes = ["-I", str(ROOT / "csrc"), "-I", str(HERE), "-isystem", str(cuda_include()),
-                    "-isystem", sysconfig.get_path("include"), "-isystem", pybind11.get_include()]  # fmt: skip
-        if cutlass := cutlass_include():
-            # CuTe asks for libcu++, which a toolkit keeps one folder down.
-            includes += ["-isystem", str(cutlass), "-isystem", f"{cuda_include()}/cccl"]
-        common = [compiler, *FLAGS, "-DCARRYOVER_SIMT", *(f"-D{d}" for d in defines), *includes]
-        objects = []
-        kernel = ROOT / "csrc" / "cuda" / f"{op}.cu"
-        parts = [(HERE / f"bind_{op}.cpp", instrument), (HERE / "simt_rt.cpp", runtime)]
-        if kernel.exists():
-            parts.append((kernel, instrument))
-        for source, flags in parts:
-            output = CACHE / f"{name}_{source.stem}.{os.getpid()}.o"
-            module = [f"-DSIMT_MODULE={op}"] if source.name.startswith("bind_") else []
-            _run([*common, *flags, *module, "-x", "c++", "-c", str(source), "-o", str(output)])
-            objects.append(output)
-        partial = library.with_suffix(f".{os.getpid()}.tmp")
-        _run([compiler, "-shared", *instrument, *map(str, objects), "-o", str(partial)])
-        partial.rename(library)
-        for path in objects:
-            path.unlink()
-    return library
+    target = CACHE / f"{source.stem}_{digest.hexdigest()[:16]}.o"
+    return _once(target, lambda out: _run([*command, "-x", "c++", "-c", str(source), "-o", str(out)]))
+
+
+def build(op: str, kind: str = "plain", defines: tuple[str, ...] = ()) -> Path:
+    """The module of an op; `defines` are preprocessor symbols of a variant, such as a planted fault."""
+    instrument, runtime = KINDS[kind]
+    variant = [f"-D{d}" for d in defines]
+    objects = [
+        _object(kernel_file(op), [*instrument, *variant]),
+        _object(HERE / f"bind_{op}.cpp", [f"-DSIMT_MODULE={op}", *variant]),
+        _object(HERE / "simt_rt.cpp", runtime),
+    ]
+    digest = hashlib.sha256(" ".join(o.name for o in objects).encode())
+    target = CACHE / f"{op}_{kind}_{digest.hexdigest()[:16]}.so"
+    link = [str(_compiler()), "-shared", *instrument, *map(str, objects)]
+    return _once(target, lambda out: _run([*link, "-o", str(out)]))
 
 
 def sanitizer_library(kind: str) -> str:

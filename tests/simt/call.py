@@ -108,7 +108,7 @@ def call(
 
 
 class _Worker:
-    """A Python with a preloaded sanitizer. It dies of what the sanitizer finds, and the next call starts anew."""
+    """A Python with a preloaded sanitizer. It dies of what that finds, and the next call starts anew."""
 
     _all: dict[tuple[Any, ...], _Worker] = {}  # noqa: RUF012
 
@@ -133,7 +133,7 @@ class _Worker:
             "PYTHONMALLOC": "malloc",  # numpy's memory comes from the sanitizer's malloc
             "ASAN_OPTIONS": options,
             "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-            "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:history_size=2",
+            "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:history_size=1",
         }
         self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(

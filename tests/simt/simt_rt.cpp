@@ -97,7 +97,6 @@ struct Warp {
   Meeting meetings[kMaxMeetings];
   uint32_t priority = 0;
   int phase = 0;
-  char order[2];  // addresses stand for what __syncwarp orders
 };
 
 // Fibers that can run, oldest first unless one was taken out of turn.
@@ -121,7 +120,7 @@ struct Block {
   int alive = 0, waiting = 0, phase = 0;
   const char* file = nullptr;  // the barrier that the first thread waits at
   int line = 0;
-  char order[2];
+  char* order = nullptr;  // addresses stand for what the barrier [0, 1] and each warp's __syncwarp order
   unsigned char* smem = nullptr;
   Body body = nullptr;
   const void* capture = nullptr;
@@ -301,6 +300,15 @@ struct Launch {
   Block block;
   char* stacks = nullptr;
   size_t stack_bytes = 0, smem_bytes;
+  struct Kept {
+    void* memory;
+  };
+  std::vector<Kept> kept;
+  static constexpr size_t kMaxFibers = 4096;
+  struct Past {
+    void* fiber;
+  };
+  std::vector<Past> past;  // fibers of earlier blocks
 
   Launch(dim3 grid, dim3 size, size_t smem, Body body, const void* capture) : smem_bytes(smem) {
     const size_t n = static_cast<size_t>(size.x) * size.y * size.z;
@@ -317,10 +325,6 @@ struct Launch {
     block.capture = capture;
     block.fibers.resize(n);
     block.warps.resize(n / 32);
-    stack_bytes = kStack * n;
-    stacks = static_cast<char*>(mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE,
-                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (stacks == MAP_FAILED) throw std::runtime_error("simt: no memory for the stacks of a block");
 #ifdef SIMT_TSAN
     block.main_tsan = __tsan_get_current_fiber();
 #endif
@@ -328,16 +332,50 @@ struct Launch {
       Fiber& f = block.fibers[i];
       const unsigned u = static_cast<unsigned>(i);
       f.index = static_cast<int>(i);
-      f.stack = stacks + kStack * i;
       f.context = {{u % size.x, u / size.x % size.y, u / (size.x * size.y)}, {}, size, grid};
     }
+    stack_bytes = kStack * n;
+    map_stacks();
+  }
+
+  void map_stacks() {
+    void* p = mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
+    if (p == MAP_FAILED) throw std::runtime_error("simt: no memory for the stacks of a block");
+    stacks = static_cast<char*>(p);
+    for (Fiber& f : block.fibers) f.stack = stacks + kStack * static_cast<size_t>(f.index);
+  }
+
+  // To ThreadSanitizer, freeing is a write that the block's own accesses are not ordered with before the end.
+  void drop(void* memory) {
+#ifdef SIMT_TSAN
+    kept.push_back({memory});
+#else
+    free(memory);
+#endif
+  }
+
+#ifdef SIMT_TSAN
+  // A destroyed fiber's identity is given to a new one, whose accesses then count as the old one's; and
+  // ThreadSanitizer has 8128 identities.
+  void destroy_past() {
+    for (const Past& p : past) __tsan_destroy_fiber(p.fiber);
+    past.clear();
+  }
+#endif
+
+  void finish() {
+    acquire(&g_end);
+    for (const Kept& k : kept) free(k.memory);
   }
 
   ~Launch() {
-    free(block.smem);
+    drop(block.smem);
+    drop(block.order);
 #ifdef SIMT_TSAN
     for (Fiber& f : block.fibers)
-      if (f.tsan) __tsan_destroy_fiber(f.tsan);
+      if (f.tsan) past.push_back({f.tsan});
+    destroy_past();
 #endif
 #ifdef SIMT_ASAN
     __asan_unpoison_memory_region(stacks, stack_bytes);
@@ -348,19 +386,26 @@ struct Launch {
   }
 
   void run(unsigned k, dim3 grid) {
-    free(block.smem);  // exactly as large as asked for, so that AddressSanitizer sees what is behind it
+    drop(block.smem);  // exactly as large as asked for, so that AddressSanitizer sees what is behind it
+    drop(block.order);
     block.smem = nullptr;
+    block.order = static_cast<char*>(malloc(2 + 2 * block.warps.size()));
     if (smem_bytes > 0) {
       void* p = nullptr;
       if (posix_memalign(&p, 128, smem_bytes)) throw std::runtime_error("simt: no memory");
       block.smem = static_cast<unsigned char*>(p);
       for (size_t i = 0; i < smem_bytes; ++i) block.smem[i] = 0xff;  // NaN in every float format
     }
+#ifdef SIMT_TSAN
+    // New stacks and new fibers for every block: what two blocks do is not ordered.
+    munmap(stacks, stack_bytes);
+    map_stacks();
+    if (past.size() > kMaxFibers) destroy_past();
+#endif
     for (Fiber& f : block.fibers) {
       f.context.block = {k % grid.x, k / grid.x % grid.y, k / (grid.x * grid.y)};
 #ifdef SIMT_TSAN
-      // New ones for every block: what two blocks do is not ordered.
-      if (f.tsan) __tsan_destroy_fiber(f.tsan);
+      if (f.tsan) past.push_back({f.tsan});
       f.tsan = __tsan_create_fiber(0);
 #endif
     }
@@ -404,7 +449,7 @@ void barrier(const char* file, int line) {
     fault(text.c_str());
   }
   b.file = file, b.line = line;
-  char* order = &b.order[b.phase];
+  char* order = b.order + b.phase;
   release(order);
   g_fiber->state = State::kBarrier;
   ++b.waiting;
@@ -434,7 +479,7 @@ void collective(Collective op, uint32_t mask, void* arg, Exchange fn) {
     found->mask = mask, found->arrived = 0, found->op = op;
   }
   Meeting& m = *found;
-  char* order = &w.order[w.phase];
+  char* order = g_block->order + 2 + 2 * (g_fiber->index >> 5) + w.phase;
   if (op == Collective::kSyncWarp) release(order);
   m.args[me] = arg;
   m.arrived |= 1u << me;
@@ -485,7 +530,7 @@ void launch(dim3 grid, dim3 block, size_t smem, Body body, const void* capture) 
   if (g_options.schedule != Options::kFifo)  // blocks come in no particular order
     for (unsigned k = blocks; k > 1; --k) std::swap(order[k - 1], order[random_below(k)]);
   for (unsigned k : order) run.run(k, grid);
-  acquire(&g_end);
+  run.finish();
 }
 
 }  // namespace simt

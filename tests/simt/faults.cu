@@ -1,10 +1,9 @@
 // A tile GEMM with everything that kernels here do to each other's memory, and faults to plant in it:
 // C[M, N] = A[M, K] B[N, K]^T and the largest element of each row of C. Copies in two stages, a reduction
 // between warps, an exchange inside a warp, and a reduction between blocks by the last one to finish.
-#pragma once
-
 #include "cuda/common.cuh"
 #include "cuda/ptx.cuh"
+#include "faults.h"
 
 namespace faults {
 
@@ -34,14 +33,6 @@ enum Fault : int {
   kUndefinedShift,
   kSameRowTwice,  // two blocks write the same element
   kCount
-};
-
-struct Params {
-  const bf16 *a, *b;
-  float* c;
-  float *partial, *top;  // [blocks of columns, M], [M]
-  unsigned* finished;    // [blocks of rows], zero
-  int m, n, k;
 };
 
 constexpr int kRows = 16, kColumns = 64, kDepth = 32, kThreads = 128, kPad = 8;
@@ -114,14 +105,10 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Param
     if (F != kNoBarrierAfterUse) __syncthreads();
   }
 
-  // Through shared memory, so that a lane stores what other lanes hold; and the largest element of each row.
-  float top[2] = {-INFINITY, -INFINITY};
+  float top[2] = {-INFINITY, -INFINITY};  // of rows g and g + 8
   for (int j = 0; j < 2; ++j)
-    for (int i = 0; i < 4; ++i) {
-      const int half = F == kWrongRow ? 1 - (i >> 1) : i >> 1;
-      s.stage[warp][g + 8 * half][j * 8 + q + (i & 1)] = acc[j][i];
-      if (n0 + warp * 16 + j * 8 + q + (i & 1) < p.n) top[half] = fmaxf(top[half], acc[j][i]);
-    }
+    for (int i = 0; i < 4; ++i)
+      if (n0 + warp * 16 + j * 8 + q + (i & 1) < p.n) top[i >> 1] = fmaxf(top[i >> 1], acc[j][i]);
   for (int half = 0; half < 2; ++half) {
     if (F == kMissingLane && lane == 31) continue;
     top[half] = fmaxf(top[half], __shfl_xor_sync(cuda::kFullMask, top[half], 1));
@@ -130,6 +117,11 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Param
   if ((lane & 3) == 0)
     for (int half = 0; half < 2; ++half) s.top[warp][g + 8 * half] = top[half];
   if (F == kSharedOverrun && t == 0) memory[sizeof(Shared)] = 0;
+
+  // Through shared memory: a lane stores what other lanes hold.
+  for (int j = 0; j < 2; ++j)
+    for (int i = 0; i < 4; ++i)
+      s.stage[warp][g + 8 * (F == kWrongRow ? 1 - (i >> 1) : i >> 1)][j * 8 + q + (i & 1)] = acc[j][i];
   if (F != kNoSyncWarp) __syncwarp();
   for (int i = lane; i < kRows * 16; i += 32) {
     const int r = i >> 4, column = n0 + warp * 16 + (i & 15);
@@ -159,14 +151,18 @@ __global__ void __launch_bounds__(kThreads) kernel(const __grid_constant__ Param
 }
 
 template <int F>
-cudaError_t run(const Params& p, int fault) {
+cudaError_t run_from(const Params& p, int fault) {
   if constexpr (F == kCount) {
     return cudaErrorInvalidValue;
   } else {
-    if (fault != F) return run<F + 1>(p, fault);
+    if (fault != F) return run_from<F + 1>(p, fault);
     const dim3 grid((p.n + kColumns - 1) / kColumns, (p.m + kRows - 1) / kRows);
     return cuda::launch(kernel<F>, grid, dim3(kThreads), sizeof(Shared), nullptr, p);
   }
+}
+
+cudaError_t run(const Params& p, int fault) {
+  return run_from<0>(p, fault);
 }
 
 }  // namespace faults
