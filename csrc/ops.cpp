@@ -58,6 +58,7 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CPU, m) {
 
 #ifdef CARRYOVER_CUDA
 STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CUDA, m) {
+  m.impl("gather_rejected", TORCH_BOX(&carryover::cuda::gather_rejected));
   m.impl("segment_attention", TORCH_BOX(&carryover::cuda::segment_attention));
 }
 #endif

@@ -12,6 +12,9 @@ namespace cuda {
 
 using torch::stable::Tensor;
 
+std::tuple<Tensor, Tensor, Tensor> gather_rejected(const Tensor& hidden, const Tensor& row_start,
+                                                   const Tensor& num_accepted, int64_t max_rejected);
+
 Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                          const Tensor& context_lens, std::optional<Tensor> k_segment,
                          std::optional<Tensor> v_segment, std::optional<Tensor> segment_lens,
