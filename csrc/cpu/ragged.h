@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "ragged.h"
+#include "ragged_arguments.h"
 
 namespace carryover {
 

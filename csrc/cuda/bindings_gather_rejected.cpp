@@ -4,7 +4,7 @@
 #include "cuda/bindings.h"
 #include "cuda/gather_rejected.h"
 #include "cuda/ops.h"
-#include "ragged.h"
+#include "ragged_arguments.h"
 
 namespace carryover {
 namespace cuda {
