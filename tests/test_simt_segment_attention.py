@@ -3,7 +3,9 @@ several orders of execution, and what they must never touch."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from carryover_ext import ops, reference
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
+import attention_model
+
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 OP = "segment_attention"
@@ -25,18 +30,22 @@ LATE, EAGER = (Schedule("priority", eager=eager) for eager in (False, True))
 MULTIPROCESSORS = 132
 
 
-def planned_pieces(args: list[Tensor | None], multiprocessors: int = MULTIPROCESSORS) -> int:
-    """As many pieces as the host code would take on such a GPU."""
+Plan = tuple[int, int, int]  # pieces, pieces that fill the chip, least keys of a piece
+
+
+def plan_of(args: list[Tensor | None], multiprocessors: int = MULTIPROCESSORS) -> Plan:
+    """What the host code would decide on such a GPU."""
     q, cache, table = args[0], args[1], args[9]
     assert q is not None and cache is not None
     capacity = cache.shape[1] * (1 if table is None else table.shape[1])
     batch, rows, heads, d = q.shape
-    return call(OP, batch, rows, heads, cache.shape[2], d, capacity, multiprocessors, function="pieces")
+    return call(OP, batch, rows, heads, cache.shape[2], d, capacity, multiprocessors, function="plan")
 
 
-def run(args: list[Tensor | None], options: dict[str, Any], pieces: int = 1, **how: Any) -> Tensor:
+def run(args: list[Tensor | None], options: dict[str, Any], plan: int | Plan = 1, **how: Any) -> Tensor:
     """Calls the kernels with NaN in output and workspace; checks the canaries and that inputs stay as they
-    are."""
+    are. A number stands for that many pieces of at least 128 keys."""
+    pieces, fill, least = (plan, plan, 128) if isinstance(plan, int) else plan
     q = args[0]
     assert q is not None
     batch, rows, heads, d = q.shape
@@ -55,7 +64,7 @@ def run(args: list[Tensor | None], options: dict[str, Any], pieces: int = 1, **h
         options.get("window", 0),
         options.get("soft_cap", 0.0),
         q.dtype == torch.bfloat16,
-        pieces,
+        (pieces, fill, least),
         workspace.tensor if pieces > 1 else None,
         out.tensor,
         **how,
@@ -74,9 +83,9 @@ def compare(out: Tensor, made: Call, dtype: torch.dtype, options: dict[str, Any]
     assert_close(out, plain, reference.segment_attention(*made.exact(dtype), **options))
 
 
-def check(case: Case, dtype: torch.dtype, pieces: int = 1, **how: Any) -> None:
+def check(case: Case, dtype: torch.dtype, plan: int | Plan = 1, **how: Any) -> None:
     made = build(case)
-    compare(run(made.args(dtype), made.options, pieces, **how), made, dtype)
+    compare(run(made.args(dtype), made.options, plan, **how), made, dtype)
 
 
 def check_mixed(index: int, case: Case, dtype: torch.dtype) -> None:
@@ -105,7 +114,7 @@ def test_mixed_all(index: int, case: Case, dtype: torch.dtype) -> None:
 def test_head_sizes(d: int) -> None:
     case = Case(rows=8, group=3, d=d, context=150, causal=True, soft_cap=8.0, sinks=True)
     for dtype in DTYPES:
-        check(case, dtype, pieces=2)
+        check(case, dtype, 2)
 
 
 # Tiles of 16, 32, 64 and 128 rows, full and not, and more than one of them.
@@ -126,14 +135,14 @@ def test_tiles(group: int, rows: int, d: int) -> None:
 @pytest.mark.parametrize("causal", (False, True))
 def test_groups(group: int, d: int, causal: bool, dtype: torch.dtype) -> None:
     for rows in (1, 8, 16):
-        check(Case(rows=rows, group=group, d=d, context=130, causal=causal), dtype, pieces=2)
+        check(Case(rows=rows, group=group, d=d, context=130, causal=causal), dtype, 2)
 
 
 @pytest.mark.parametrize("page", (None, 16), ids=("contiguous", "paged"))
 @pytest.mark.parametrize("context", (0, 1, 63, 64, 65, 128, 300))
 @pytest.mark.parametrize("segment", (None, 0, 15))
 def test_lengths(context: int, segment: int | None, page: int | None) -> None:
-    check(Case(batch=3, rows=8, context=context, segment=segment, page=page), torch.bfloat16, pieces=2)
+    check(Case(batch=3, rows=8, context=context, segment=segment, page=page), torch.bfloat16, 2)
 
 
 @pytest.mark.slow
@@ -143,7 +152,7 @@ def test_lengths(context: int, segment: int | None, page: int | None) -> None:
 def test_lengths_all(context: int, page: int | None, dtype: torch.dtype) -> None:
     for segment in (None, *range(16)):
         case = Case(batch=2, rows=8, context=context, segment=segment, page=page, d=64)
-        check(case, dtype, pieces=3)
+        check(case, dtype, 3)
 
 
 @pytest.mark.parametrize("pieces", (1, 2, 7, 64))
@@ -152,6 +161,21 @@ def test_lengths_all(context: int, page: int | None, dtype: torch.dtype) -> None
 def test_pieces(context: int, window: int, pieces: int) -> None:
     case = Case(batch=3, rows=5, kv_heads=1, group=3, context=context, window=window, sinks=True)
     check(case, torch.bfloat16, pieces)
+
+
+def test_more_pieces_than_fill_the_chip() -> None:
+    """Only a long request is cut further: the longest of these into two pieces, the others not at all."""
+    case = Case(batch=3, rows=3, kv_heads=1, group=1, d=32, context=9000, page=None)
+    made = build(case)
+    made.positional[3] = int32(9000, 5000, 8)
+    made.positional[1:3] = [torch.randn_like(made.positional[1]) for _ in "kv"]  # rows that exist now
+    for plan in ((3, 1, 128), (3, 1, 256), (2, 1, 128)):
+        compare(run(made.args(torch.bfloat16), made.options, plan), made, torch.bfloat16)
+    args = made.args(torch.bfloat16)
+    one = [x if n in (1, 2) or x is None else x[1:2] for n, x in enumerate(args)]
+    one[1:3] = [c[1:2] for c in args[1:3]]
+    whole = run(args, made.options, (3, 1, 128))
+    assert_equal(whole[1:2], run(one, made.options, 1), "a request below the target length")
 
 
 @pytest.mark.parametrize("causal", (False, True))
@@ -206,7 +230,7 @@ def test_an_empty_segment_is_no_segment(causal: bool, pieces: int) -> None:
     args = made.args(torch.bfloat16)
     args[6] = int32(0, 0, 0)
     without = [*args[:4], None, None, None, *args[7:]]
-    assert planned_pieces(args) == planned_pieces(without)
+    assert plan_of(args) == plan_of(without)
     assert_equal(run(args, made.options, pieces), run(without, made.options, pieces), "empty segment")
 
 
@@ -286,7 +310,7 @@ def test_agrees_with_the_cpu_op() -> None:
         args = made.args(torch.bfloat16)
         plain = reference.segment_attention(*args, **made.options)
         cpu = ops.segment_attention(*args, **made.options)
-        assert_close(run(args, made.options, planned_pieces(args)), plain, cpu.double(), str(case))
+        assert_close(run(args, made.options, plan_of(args)), plain, cpu.double(), str(case))
 
 
 def test_pages_outside_the_cache_are_never_read() -> None:
@@ -363,12 +387,27 @@ def test_shared_memory_has_no_bank_conflicts(head: int) -> None:
 
 
 def test_plan() -> None:
-    def pieces(batch: int, capacity: int, rows: int = 16, heads: int = 32, kv: int = 8, d: int = 128) -> int:
-        return call(OP, batch, rows, heads, kv, d, capacity, MULTIPROCESSORS, function="pieces")
+    def plan(batch: int, capacity: int, group: int = 4) -> Plan:
+        return call(OP, batch, 16, 8 * group, 8, 128, capacity, MULTIPROCESSORS, function="plan")
 
-    assert pieces(1, 200) == 1  # too short for a combine
-    assert pieces(1, 32768) == 33  # fills 2 blocks on each of 132 multiprocessors
-    assert pieces(64, 4096) == 1  # filled by the batch alone
-    assert pieces(64, 32768) == 5  # but no piece is longer than 8192 keys
-    assert pieces(1, 1 << 30) == 64
-    assert pieces(0, 4096) == 1
+    assert plan(1, 200) == (1, 1, 128)  # too short for a combine
+    assert plan(1, 32768) == (33, 33, 128)  # 8 KV heads fill 2 blocks on each of 132 multiprocessors
+    assert plan(1, 32768, group=8) == (33, 33, 256)  # 128 rows of partial results cost more
+    assert plan(64, 4096) == (1, 1, 128)  # filled by the batch alone
+    assert plan(64, 32768) == (5, 1, 128)  # but no piece is longer than 8192 keys
+    assert plan(1, 1 << 30) == (64, 33, 128)
+    assert plan(0, 4096) == (1, 1, 128)
+
+
+def test_the_model_of_the_kernels_has_their_tiles_and_plans() -> None:
+    for d in (8, 64, 80, 96, 128, 136, 256):
+        for group_rows in (1, 16, 17, 48, 64, 100, 128, 129, 1000):
+            tile = attention_model.tile_of(group_rows, d)
+            found = call(OP, group_rows, d, function="tile")
+            assert found == (tile.head, tile.rows, tile.keys, tile.threads, tile.smem)
+    for gpu in attention_model.GPUS:
+        for work in attention_model.WORKLOADS.values():
+            sizes = (work.batch, work.rows, work.heads, work.kv_heads, work.d, work.capacity)
+            assert call(OP, *sizes, gpu.multiprocessors, function="plan") == work.plan(gpu)
+            assert attention_model.predict(work, gpu).smem <= gpu.smem_block
+    assert max(tile.smem for tile in attention_model.TILES) <= 99 << 10  # of sm_120

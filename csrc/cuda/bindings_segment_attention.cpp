@@ -3,7 +3,7 @@
 //
 // Workspace, float32, from PyTorch's allocator (and so part of a captured graph): for P > 1 pieces,
 // P * B * b * nh * d partial outputs and then P * B * b * nh * 2 statistics; none for one piece. P depends on
-// shapes and the number of multiprocessors alone (attention_pieces in segment_attention.h).
+// shapes and the number of multiprocessors alone (attention_plan in segment_attention.h).
 #include <torch/csrc/stable/ops.h>
 
 #include "attention.h"
@@ -60,13 +60,13 @@ Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v
   p.bf16 = q.scalar_type() == ScalarType::BFloat16;
   p.pages = a.pages, p.capacity = a.capacity, p.segment_rows = a.segment_rows;
   p.out = out.mutable_data_ptr();
-  p.pieces = attention_pieces(p.batch, p.rows, p.heads, p.kv_heads, p.head_size, a.capacity,
-                              device.multiprocessors());
-  const int64_t floats = attention_workspace(p.batch, p.rows, p.heads, p.head_size, p.pieces);
+  p.plan =
+      attention_plan(p.batch, p.rows, p.heads, p.kv_heads, p.head_size, a.capacity, device.multiprocessors());
+  const int64_t floats = attention_workspace(p.batch, p.rows, p.heads, p.head_size, p.plan.pieces);
   Tensor workspace = torch::stable::new_empty(q, {floats}, ScalarType::Float);
   if (floats > 0) {
     p.partial_out = workspace.mutable_data_ptr<float>();
-    p.partial_stats = p.partial_out + int64_t(p.pieces) * out.numel();
+    p.partial_stats = p.partial_out + int64_t(p.plan.pieces) * out.numel();
   }
   check_launch(check, segment_attention(p, device.stream()));
   return out;

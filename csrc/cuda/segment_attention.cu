@@ -9,7 +9,7 @@ template <class T, int kHead, int kRows>
 cudaError_t launch_tile(const SegmentAttentionParams& p, cudaStream_t stream) {
   using Tile = AttentionTile<T, kHead, kRows>;
   const int row_tiles = ceil_div(p.rows * (p.heads / p.kv_heads), kRows);
-  const int64_t blocks = int64_t(p.batch) * p.kv_heads * row_tiles * p.pieces;
+  const int64_t blocks = int64_t(p.batch) * p.kv_heads * row_tiles * p.plan.pieces;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   return launch(segment_attention_kernel<Tile>, dim3(unsigned(blocks)), dim3(Tile::kThreads), Tile::kSmem,
                 stream, p, row_tiles);
@@ -48,7 +48,7 @@ cudaError_t launch_dtype(const SegmentAttentionParams& p, cudaStream_t stream) {
     default:
       error = launch_head<T, 256>(p, stream);
   }
-  if (error != cudaSuccess || p.pieces == 1) return error;
+  if (error != cudaSuccess || p.plan.pieces == 1) return error;
   const int64_t rows = int64_t(p.batch) * p.rows * p.heads;
   return launch(segment_attention_combine_kernel<T>,
                 dim3(unsigned(ceil_div(rows, int64_t(kCombineThreads / 32)))), dim3(kCombineThreads), 0,

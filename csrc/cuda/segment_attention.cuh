@@ -70,7 +70,7 @@ struct KeySequence {
   int context, segment, live;  // lengths; live: block rows that exist. All 0 for an inactive request
   int begin;                   // first context row that a window leaves visible
   int in_block, end;           // where the block rows start, and the number of keys
-  int piece, pieces;           // keys of a piece (a multiple of kAttentionPieceMin), pieces that hold keys
+  int piece, pieces;           // keys of a piece (a multiple of kAttentionPieceStep), pieces that hold keys
 
   __device__ __forceinline__ KeySequence(const SegmentAttentionParams& p, int request) {
     context = p.context_lens[request];
@@ -88,7 +88,8 @@ struct KeySequence {
     begin = p.window > 0 ? max(0, context - p.window + 1) : 0;
     in_block = context - begin + segment;
     end = live > 0 ? in_block + live : 0;
-    piece = ceil_div(ceil_div(end, p.pieces), kAttentionPieceMin) * kAttentionPieceMin;
+    piece = min(ceil_div(end, p.plan.fill), max(kAttentionPieceTarget, ceil_div(end, p.plan.pieces)));
+    piece = ceil_div(max(piece, p.plan.least), kAttentionPieceStep) * kAttentionPieceStep;
     pieces = end > 0 ? ceil_div(end, piece) : 0;
   }
 };
@@ -295,7 +296,7 @@ class AttentionBlock {
       for (int n = 0; n < kScoreTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)  // tanh(x) = 1 - 2 / (1 + exp(2 x))
-          s[n][i] = outer - 2.f * outer / (1.f + ptx::exp2_approx(inner * s[n][i]));
+          s[n][i] = outer - __fdividef(2.f * outer, 1.f + ptx::exp2_approx(inner * s[n][i]));
     }
     // Positions count from the context's end: query t stands at t.
     const int from = keys.begin - keys.context;
@@ -441,8 +442,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kThreads > 128 ? 1 : kAt
     segment_attention_kernel(const __grid_constant__ SegmentAttentionParams p, int row_tiles) {
   CARRYOVER_SMEM(smem);
   int at = blockIdx.x;
-  const int piece = at % p.pieces;
-  at /= p.pieces;
+  const int piece = at % p.plan.pieces;
+  at /= p.plan.pieces;
   const int row_tile = at % row_tiles;
   at /= row_tiles;
   AttentionBlock<Tile>(p, smem, at / p.kv_heads, at % p.kv_heads, row_tile, piece).run();

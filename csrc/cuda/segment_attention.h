@@ -10,6 +10,13 @@
 namespace carryover {
 namespace cuda {
 
+// How the keys of a request are cut.
+struct AttentionPlan {
+  int32_t pieces;  // at most, and in the grid
+  int32_t fill;    // <= pieces: as many fill the chip; more only where a piece would become too long
+  int32_t least;   // keys of a piece: below, writing and reading partial results costs more than it saves
+};
+
 // Rows are addressed as KeyRows says. Lengths live on the device and are clamped to their capacities.
 struct SegmentAttentionParams {
   bool bf16;                                        // else float16
@@ -30,13 +37,13 @@ struct SegmentAttentionParams {
   float scale, soft_cap;        // soft_cap 0: none
   int32_t causal, window;       // window 0: none
   void* out;                    // [B, b, nh, d], contiguous
-  int32_t pieces;               // into which the keys of a request are cut at most
-  float* partial_out;           // [pieces, B, b, nh, d], not normalised; null if pieces is 1
-  float* partial_stats;         // [pieces, B, b, nh, 2]: maximum (base 2) and sum; null if pieces is 1
+  AttentionPlan plan;
+  float* partial_out;    // [plan.pieces, B, b, nh, d], not normalised; null if there is one piece
+  float* partial_stats;  // [plan.pieces, B, b, nh, 2]: maximum (base 2) and sum; null if there is one piece
 };
 
 constexpr int32_t kAttentionHeadMax = 256;
-constexpr int32_t kAttentionPieceMin = 128;      // keys: below, the combine costs more than it saves
+constexpr int32_t kAttentionPieceStep = 128;     // keys: pieces are multiples of it
 constexpr int32_t kAttentionPieceTarget = 8192;  // keys: above, one long request keeps a ragged batch waiting
 constexpr int32_t kAttentionPiecesMax = 64;
 constexpr int32_t kAttentionBlocksPerSm = 2;
@@ -53,21 +60,23 @@ constexpr int32_t attention_tile_rows(int32_t group_rows, int32_t d) {
   return group_rows <= 16 ? 16 : group_rows <= 32 ? 32 : group_rows <= 64 || most == 64 ? 64 : 128;
 }
 
-// Pieces that fill the chip once, if the context is as long as it can be. Depends on no length and not on the
-// segment: an empty segment gives the bits of none.
-inline int32_t attention_pieces(int32_t batch, int32_t rows, int32_t heads, int32_t kv_heads, int32_t d,
-                                int64_t capacity, int32_t multiprocessors) {
-  const int64_t group_rows = int64_t(rows) * (heads / kv_heads);
-  const int32_t tile = attention_tile_rows(group_rows > 128 ? 128 : int32_t(group_rows), d);
+// Depends on no length and not on the segment: an empty segment gives the bits of none.
+inline AttentionPlan attention_plan(int32_t batch, int32_t rows, int32_t heads, int32_t kv_heads, int32_t d,
+                                    int64_t capacity, int32_t multiprocessors) {
+  const auto bounded = [](int64_t n, int64_t most) {
+    return int32_t(n > most ? (most < 1 ? 1 : most) : (n < 1 ? 1 : n));
+  };
+  const int64_t group_rows = int64_t(rows) * (heads / kv_heads), keys = capacity + rows;
+  const int32_t tile = attention_tile_rows(bounded(group_rows, 128), d);
   const int64_t blocks = int64_t(batch) * kv_heads * ((group_rows + tile - 1) / tile);
-  const int64_t keys = capacity + rows;
-  int64_t pieces = blocks > 0 ? int64_t(multiprocessors) * kAttentionBlocksPerSm / blocks : 1;
-  const int64_t least = (keys + kAttentionPieceTarget - 1) / kAttentionPieceTarget;
-  const int64_t most = keys / (2 * kAttentionPieceMin);
-  if (pieces < least) pieces = least;
-  if (pieces > most) pieces = most;
-  if (pieces > kAttentionPiecesMax) pieces = kAttentionPiecesMax;
-  return pieces < 1 ? 1 : int32_t(pieces);
+  AttentionPlan plan;
+  plan.least = 2 * tile > kAttentionPieceStep ? 2 * tile : kAttentionPieceStep;
+  int64_t most = keys / (2 * plan.least);
+  if (most > kAttentionPiecesMax) most = kAttentionPiecesMax;
+  plan.fill = bounded(blocks > 0 ? int64_t(multiprocessors) * kAttentionBlocksPerSm / blocks : 1, most);
+  plan.pieces = bounded((keys + kAttentionPieceTarget - 1) / kAttentionPieceTarget, most);
+  if (plan.pieces < plan.fill) plan.pieces = plan.fill;
+  return plan;
 }
 
 // Floats of workspace: partial outputs, then partial statistics. None if there is one piece.
