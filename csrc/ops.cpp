@@ -42,6 +42,10 @@ STABLE_TORCH_LIBRARY(carryover_ext, m) {
       "markov_sample(Tensor base_logits, Tensor prev_tokens, Tensor markov_w1, Tensor markov_w2, Tensor? d2t,"
       " Tensor? uniforms, float temperature, bool with_probs) -> (Tensor tokens, Tensor token_probs, Tensor "
       "probs)");
+#ifdef CARRYOVER_CUDA
+  m.def("project_crossover() -> int");
+  m.def("set_project_crossover(int rows) -> ()");
+#endif
   m.def("cpu_level() -> int");
   m.def("max_cpu_level() -> int");
   m.def("set_cpu_level(int level) -> ()");
@@ -59,6 +63,8 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CPU, m) {
 #ifdef CARRYOVER_CUDA
 STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CUDA, m) {
   m.impl("gather_rejected", TORCH_BOX(&carryover::cuda::gather_rejected));
+  m.impl("project_kv", TORCH_BOX(&carryover::cuda::project_kv));
+  m.impl("commit_and_carry", TORCH_BOX(&carryover::cuda::commit_and_carry));
   m.impl("segment_attention", TORCH_BOX(&carryover::cuda::segment_attention));
 }
 #endif
@@ -67,4 +73,8 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CompositeExplicitAutograd, m) {
   m.impl("cpu_level", TORCH_BOX(&carryover::cpu_level));
   m.impl("max_cpu_level", TORCH_BOX(&carryover::max_cpu_level));
   m.impl("set_cpu_level", TORCH_BOX(&carryover::set_cpu_level));
+#ifdef CARRYOVER_CUDA
+  m.impl("project_crossover", TORCH_BOX(&carryover::cuda::project_crossover));
+  m.impl("set_project_crossover", TORCH_BOX(&carryover::cuda::set_project_crossover));
+#endif
 }

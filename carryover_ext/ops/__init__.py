@@ -1,6 +1,12 @@
 """The public operators, one file each. `carryover_ext.reference` holds their twins in plain PyTorch."""
 
-from .._library import available_capabilities, cpu_capability, set_cpu_capability
+from .._library import (
+    available_capabilities,
+    cpu_capability,
+    project_crossover,
+    set_cpu_capability,
+    set_project_crossover,
+)
 from .accept import accept
 from .commit_and_carry import commit_and_carry
 from .gather_rejected import gather_rejected
@@ -15,7 +21,9 @@ __all__ = [
     "cpu_capability",
     "gather_rejected",
     "markov_sample",
+    "project_crossover",
     "project_kv",
     "segment_attention",
     "set_cpu_capability",
+    "set_project_crossover",
 ]

@@ -65,14 +65,6 @@ struct GemmOperands {
   int32_t begin, end;  // columns of this split; begin is a multiple of kDepth
 };
 
-// Leaves A as it is.
-template <class T>
-struct PlainRows {
-  __device__ void begin() {}
-  __device__ void fetch(int) {}
-  __device__ void apply(T*, int) {}
-};
-
 // acc += A B^T over the columns of the split. `rows` changes A in shared memory before it is multiplied:
 // begin() runs once behind the first loads and may use barriers, fetch(column) before the wait for a stage,
 // apply(chunk, row) on each 16-byte piece that this thread has copied itself: no barrier is needed for that.
@@ -136,7 +128,7 @@ __device__ __forceinline__ void multiply(const GemmOperands<typename Tile::T>& o
   rows.begin();
   for (int step = first; step < last; ++step) {
     const int stage = (step - first) % Tile::kStages, at = step * Tile::kDepth + column;
-    const bool mine = copies_a && at < o.depth;
+    const bool mine = rows.active && copies_a && at < o.depth;
     if (mine) rows.fetch(at);
     ptx::cp_async_wait<Tile::kStages - 2>();
     if (mine) {

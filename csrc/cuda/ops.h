@@ -22,5 +22,22 @@ Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v
                          std::optional<Tensor> sinks, std::optional<Tensor> block_lens, double scale,
                          bool causal, int64_t window, double soft_cap);
 
+std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& positions,
+                                      const Tensor& fc_weight, const Tensor& norm_weight,
+                                      const Tensor& kv_weight, const Tensor& k_norm_weight,
+                                      const Tensor& cos_sin, std::optional<Tensor> carry_embedding,
+                                      std::optional<Tensor> carried, double eps, bool carry_pre_norm);
+
+void commit_and_carry(const Tensor& features, const Tensor& positions, const Tensor& row_start,
+                      const Tensor& num_accepted, const Tensor& slot_mapping, const Tensor& k_cache,
+                      const Tensor& v_cache, const Tensor& k_segment, const Tensor& v_segment,
+                      const Tensor& segment_lens, const Tensor& fc_weight, const Tensor& norm_weight,
+                      const Tensor& kv_weight, const Tensor& k_norm_weight, const Tensor& cos_sin,
+                      std::optional<Tensor> carry_embedding, double eps, bool carry_pre_norm, bool carry);
+
+// Rows up to which the two ops above use their own GEMM, above it the library's.
+int64_t project_crossover();
+void set_project_crossover(int64_t rows);
+
 }  // namespace cuda
 }  // namespace carryover

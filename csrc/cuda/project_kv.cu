@@ -14,31 +14,29 @@ dim3 route_grid(int64_t rows, int64_t requests) {
   return dim3(static_cast<unsigned>(ceil_div<int64_t>(threads, kRouteThreads)));
 }
 
-template <class T, int kRows>
-cudaError_t launch_fc(const ProjectParams& p, cudaStream_t stream) {
-  using Tile = GemmTile<T, kRows, 128>;
-  return launch(fc_kernel<T, kRows>, grid_of(p.fc_plan), dim3(Tile::kThreads), Tile::kBytes + 16, stream, p);
+template <class T, int kRows, int kCols>
+cudaError_t launch_tile(const ProjectParams& p, bool second, cudaStream_t stream) {
+  using Tile = GemmTile<T, kRows, kCols>;
+  const size_t smem = Tile::kBytes + sizeof(float) * kRows + sizeof(int) + kRows;  // scales, a flag, marks
+  return launch(project_kernel<T, kRows, kCols>, grid_of(second ? p.kv_plan : p.fc_plan),
+                dim3(Tile::kThreads), smem, stream, p, second);
 }
 
-template <class T, int kRows, int kCols>
-cudaError_t launch_kv(const ProjectParams& p, cudaStream_t stream) {
-  using Tile = GemmTile<T, kRows, kCols>;
-  return launch(kv_kernel<T, kRows, kCols>, grid_of(p.kv_plan), dim3(Tile::kThreads),
-                Tile::kBytes + 5 * kRows + 16, stream, p);
+template <class T>
+cudaError_t launch_gemm(const ProjectParams& p, bool second, cudaStream_t stream) {
+  const GemmPlan& plan = second ? p.kv_plan : p.fc_plan;
+  if (plan.tile_cols == 256)
+    return plan.tile_rows == 16 ? launch_tile<T, 16, 256>(p, second, stream)
+                                : launch_tile<T, 64, 256>(p, second, stream);
+  return plan.tile_rows == 16   ? launch_tile<T, 16, 128>(p, second, stream)
+         : plan.tile_rows == 64 ? launch_tile<T, 64, 128>(p, second, stream)
+                                : launch_tile<T, 128, 128>(p, second, stream);
 }
 
 template <class T>
 cudaError_t launch_both(const ProjectParams& p, cudaStream_t stream) {
-  const int fc_rows = p.fc_plan.tile_rows, kv_rows = p.kv_plan.tile_rows;
-  const cudaError_t error = fc_rows == 16   ? launch_fc<T, 16>(p, stream)
-                            : fc_rows == 64 ? launch_fc<T, 64>(p, stream)
-                                            : launch_fc<T, 128>(p, stream);
-  if (error != cudaSuccess) return error;
-  if (p.kv_plan.tile_cols == 256)
-    return kv_rows == 16 ? launch_kv<T, 16, 256>(p, stream) : launch_kv<T, 64, 256>(p, stream);
-  return kv_rows == 16   ? launch_kv<T, 16, 128>(p, stream)
-         : kv_rows == 64 ? launch_kv<T, 64, 128>(p, stream)
-                         : launch_kv<T, 128, 128>(p, stream);
+  const cudaError_t error = launch_gemm<T>(p, false, stream);
+  return error == cudaSuccess ? launch_gemm<T>(p, true, stream) : error;
 }
 
 template <class T>

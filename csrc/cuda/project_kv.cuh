@@ -31,8 +31,8 @@ struct Rejected {
     const int32_t accepted = p.num_accepted[i];
     const int64_t begin = p.row_start[i];
     end = p.row_start[i + 1];
-    if (begin < 0 || end > p.rows || accepted >= end - begin) bad_row(), end = 0;
     first = accepted < 0 ? end : begin + accepted + 1;
+    if (begin < 0 || end > p.rows || accepted < -1 || accepted >= end - begin) bad_row(), first = end = 0;
   }
 };
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ int64_t count_rows(const CommitRoutes& p, int64_t fir
 
 __device__ __forceinline__ RowRoute commit_route(const CommitRoutes& p, int64_t t) {
   RowRoute r = {Target::kNowhere, p.positions[t], 0, 0};
-  if (r.position == -1) return r;
+  if (r.position == -1 || p.requests == 0) return r;
   int64_t low = 0, high = p.requests;  // the request: the last one that starts at or before t
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -108,44 +108,19 @@ struct alignas(8) Quad {
   T x[4];
 };
 
-// ---- first GEMM: u = fc x, and the sums of squares of its rows ----
+// ---- first GEMM's epilogue: u, and the sums of squares of its rows ----
 
-template <class T, int kRows>
-__global__ void __launch_bounds__(GemmTile<T, kRows, 128>::kThreads, 2)
-    fc_kernel(const __grid_constant__ ProjectParams p) {
-  using Tile = GemmTile<T, kRows, 128>;
-  CARRYOVER_SMEM(smem);
-  int* flag = reinterpret_cast<int*>(smem + Tile::kBytes);
-  const int split = blockIdx.z, tile = blockIdx.y, depth = static_cast<int>(p.features);
-  const int64_t row0 = int64_t(blockIdx.x) * kRows, col0 = int64_t(tile) * Tile::kCols;
-  GemmOperands<T> o;
-  o.a = static_cast<const T*>(p.x) + row0 * p.x_stride;
-  o.b = static_cast<const T*>(p.fc) + col0 * p.fc_stride;
-  o.a_stride = p.x_stride, o.b_stride = p.fc_stride;
-  o.a_rows = static_cast<int32_t>(min(int64_t(kRows), p.rows - row0));
-  o.b_rows = static_cast<int32_t>(min(int64_t(Tile::kCols), p.hidden - col0));
-  o.depth = depth;
-  o.begin = split * p.fc_plan.split_depth, o.end = min(depth, o.begin + p.fc_plan.split_depth);
-
-  auto acc = cute::partition_fragment_C(typename Tile::TiledMma{},
-                                        cute::Shape<cute::Int<kRows>, cute::Int<Tile::kCols>>{});
-  cute::clear(acc);
-  PlainRows<T> rows;
-  multiply<Tile>(o, smem, acc, rows);
-  const int64_t block = int64_t(tile) * gridDim.x + blockIdx.x;
-  if (!add_splits<Tile>(acc, p.partials + block * p.fc_plan.splits * kRows * Tile::kCols, p.counters + block,
-                        split, p.fc_plan.splits, flag))
-    return;
-  const float* sums = spread<Tile>(acc, smem);
-
-  // A warp a row, four columns a lane. H is a multiple of 8 (project_tiles_fit).
-  const int lane = threadIdx.x & 31, column = lane * 4;
-  const bool inside = column < o.b_rows;
-  for (int r = threadIdx.x >> 5; r < o.a_rows; r += Tile::kWarps) {
+// A warp a row, four columns a lane; H is a multiple of 8 (project_tiles_fit).
+template <class Tile>
+__device__ __forceinline__ void store_u(const ProjectParams& p, const float* sums, int64_t row0, int rows,
+                                        int tile, int64_t col0, int cols) {
+  using T = typename Tile::T;
+  const int lane = threadIdx.x & 31;
+  for (int r = threadIdx.x >> 5; r < rows; r += Tile::kWarps) {
     const int64_t t = row0 + r;
+    const bool embed = p.pre_norm && p.embedding && p.routes[t].target == Target::kCarried;
     float square = 0;
-    if (inside) {
-      const bool embed = p.pre_norm && p.embedding && p.routes[t].target == Target::kCarried;
+    for (int column = lane * 4; column < cols; column += 128) {
       Quad<T> u;
       for (int i = 0; i < 4; ++i) {
         u.x[i] = from_float<T>(sums[r * Tile::kSumStride + column + i]);
@@ -167,9 +142,11 @@ __device__ __forceinline__ float norm_element(float u, float scale, float weight
   return (u + before) * scale * weight + after;
 }
 
+// What the second GEMM does to A on its way from shared memory; the first one leaves A as it is.
 template <class T>
 struct NormedRows {
   const ProjectParams& p;
+  bool active;
   float* scale;    // [kRows] of shared memory
   uint8_t* embed;  // [kRows] of shared memory
   int64_t row0;
@@ -178,6 +155,7 @@ struct NormedRows {
 
   // 1 / rms of every row from fc's partial sums; a warp a row.
   __device__ void begin() {
+    if (!active) return;
     const int lane = threadIdx.x & 31, tiles = p.fc_plan.col_tiles;
     for (int r = threadIdx.x >> 5; r < rows; r += blockDim.x >> 5) {
       float square = 0;
@@ -257,45 +235,57 @@ __device__ __forceinline__ void store_head(const ProjectParams& p, const RowRout
   }
 }
 
-template <class T, int kRows, int kCols>
-__global__ void __launch_bounds__(GemmTile<T, kRows, kCols>::kThreads, 2)
-    kv_kernel(const __grid_constant__ ProjectParams p) {
-  using Tile = GemmTile<T, kRows, kCols>;
-  CARRYOVER_SMEM(smem);
-  float* scale = reinterpret_cast<float*>(smem + Tile::kBytes);
-  int* flag = reinterpret_cast<int*>(scale + kRows);
-  uint8_t* embed = reinterpret_cast<uint8_t*>(flag + 1);
-  const GemmPlan& plan = p.kv_plan;
-  const int split = blockIdx.z, tile = blockIdx.y, depth = static_cast<int>(p.hidden);
-  const int64_t row0 = int64_t(blockIdx.x) * kRows, col0 = int64_t(tile) * plan.used_cols;
-  const int64_t cols = p.layers * 2 * p.heads * p.dim;
-  GemmOperands<T> o;
-  o.a = static_cast<const T*>(p.u) + row0 * p.hidden;
-  o.b = static_cast<const T*>(p.kv) + col0 * p.kv_stride;
-  o.a_stride = p.hidden, o.b_stride = p.kv_stride;
-  o.a_rows = static_cast<int32_t>(min(int64_t(kRows), p.rows - row0));
-  o.b_rows = static_cast<int32_t>(min(int64_t(plan.used_cols), cols - col0));
-  o.depth = depth;
-  o.begin = split * plan.split_depth, o.end = min(depth, o.begin + plan.split_depth);
-
-  auto acc = cute::partition_fragment_C(typename Tile::TiledMma{},
-                                        cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{});
-  cute::clear(acc);
-  NormedRows<T> rows{p, scale, embed, row0, o.a_rows, {}, {}};
-  multiply<Tile>(o, smem, acc, rows);
-  const int64_t block = int64_t(tile) * gridDim.x + blockIdx.x;
-  if (!add_splits<Tile>(acc, p.partials + block * plan.splits * kRows * kCols,
-                        p.counters + p.fc_plan.tiles() + block, split, plan.splits, flag))
-    return;
-  const float* sums = spread<Tile>(acc, smem);
-
-  const int dim = static_cast<int>(p.dim), heads = o.b_rows / dim;
-  for (int i = threadIdx.x >> 5; i < o.a_rows * heads; i += Tile::kWarps) {
+template <class Tile>
+__device__ __forceinline__ void store_kv(const ProjectParams& p, const float* sums, int64_t row0, int rows,
+                                         int64_t col0, int cols) {
+  using T = typename Tile::T;
+  const int dim = static_cast<int>(p.dim), heads = cols / dim;
+  for (int i = threadIdx.x >> 5; i < rows * heads; i += Tile::kWarps) {
     const int r = i / heads, h = i % heads;
     const float* from = sums + r * Tile::kSumStride + h * dim;
     store_head<T>(p, p.routes[row0 + r], col0 / dim + h,
                   [&](int e) { return to_float(from_float<T>(from[e])); });
   }
+}
+
+// One kernel for both GEMMs: they differ in operands, in what happens to A on the load, and in the epilogue.
+template <class T, int kRows, int kCols>
+__global__ void __launch_bounds__(GemmTile<T, kRows, kCols>::kThreads, 2)
+    project_kernel(const __grid_constant__ ProjectParams p, bool second) {
+  using Tile = GemmTile<T, kRows, kCols>;
+  CARRYOVER_SMEM(smem);
+  float* scale = reinterpret_cast<float*>(smem + Tile::kBytes);
+  int* flag = reinterpret_cast<int*>(scale + kRows);
+  uint8_t* embed = reinterpret_cast<uint8_t*>(flag + 1);
+  const GemmPlan& plan = second ? p.kv_plan : p.fc_plan;
+  const int split = blockIdx.z, tile = blockIdx.y;
+  const int64_t row0 = int64_t(blockIdx.x) * kRows, col0 = int64_t(tile) * plan.used_cols;
+  const int64_t cols = second ? p.layers * 2 * p.heads * p.dim : p.hidden;
+  GemmOperands<T> o;
+  o.a_stride = second ? p.hidden : p.x_stride;
+  o.b_stride = second ? p.kv_stride : p.fc_stride;
+  o.a = static_cast<const T*>(second ? p.u : p.x) + row0 * o.a_stride;
+  o.b = static_cast<const T*>(second ? p.kv : p.fc) + col0 * o.b_stride;
+  o.a_rows = static_cast<int32_t>(min(int64_t(kRows), p.rows - row0));
+  o.b_rows = static_cast<int32_t>(min(int64_t(plan.used_cols), cols - col0));
+  o.depth = static_cast<int32_t>(second ? p.hidden : p.features);
+  o.begin = split * plan.split_depth, o.end = min(o.depth, o.begin + plan.split_depth);
+
+  auto acc = cute::partition_fragment_C(typename Tile::TiledMma{},
+                                        cute::Shape<cute::Int<kRows>, cute::Int<kCols>>{});
+  cute::clear(acc);
+  NormedRows<T> rows{p, second, scale, embed, row0, o.a_rows, {}, {}};
+  multiply<Tile>(o, smem, acc, rows);
+  const int64_t block = int64_t(tile) * gridDim.x + blockIdx.x;
+  int32_t* counters = p.counters + (second ? p.fc_plan.tiles() : 0);
+  if (!add_splits<Tile>(acc, p.partials + block * plan.splits * kRows * kCols, counters + block, split,
+                        plan.splits, flag))
+    return;
+  const float* sums = spread<Tile>(acc, smem);
+  if (second)
+    store_kv<Tile>(p, sums, row0, o.a_rows, col0, o.b_rows);
+  else
+    store_u<Tile>(p, sums, row0, o.a_rows, tile, col0, o.b_rows);
 }
 
 // ---- the epilogues behind the library's GEMMs ----

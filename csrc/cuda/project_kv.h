@@ -69,7 +69,7 @@ inline GemmPlan plan_gemm(int64_t rows, int64_t cols, int64_t depth, int32_t hea
   p.row_blocks = int32_t((rows + p.tile_rows - 1) / p.tile_rows);
   p.col_tiles = int32_t((cols + p.used_cols - 1) / p.used_cols);
   const int64_t step = p.tile_cols == 256 ? 32 : 64;
-  int64_t splits = int64_t(multiprocessors) * kProjectBlocksPerSm / p.tiles();
+  int64_t splits = int64_t(multiprocessors) * kProjectBlocksPerSm / (p.tiles() > 0 ? p.tiles() : 1);
   if (splits > depth / kProjectDepthMin) splits = depth / kProjectDepthMin;
   if (splits > kProjectSplitsMax) splits = kProjectSplitsMax;
   if (splits < 1) splits = 1;
@@ -150,15 +150,17 @@ inline void project_plan(ProjectParams& p, int32_t multiprocessors) {
 }
 
 // Sets the pointers into a workspace and returns its size in bytes; every part starts at a multiple of 16.
-inline int64_t project_workspace(ProjectParams& p, void* base) {
+// Behind the library's GEMM only the routes are needed.
+inline int64_t project_workspace(ProjectParams& p, void* base, bool tiles) {
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     char* part = static_cast<char*>(base) + used;
     used += (bytes + 15) / 16 * 16;
     return static_cast<void*>(part);
   };
-  const int64_t fc = p.fc_plan.partials(), kv = p.kv_plan.partials();
   p.routes = static_cast<RowRoute*>(take(p.rows * int64_t(sizeof(RowRoute))));
+  if (!tiles) return used;
+  const int64_t fc = p.fc_plan.partials(), kv = p.kv_plan.partials();
   p.u = take(p.rows * p.hidden * 2);
   p.squares = static_cast<float*>(take(p.rows * p.fc_plan.col_tiles * 4));
   p.partials = static_cast<float*>(take((fc > kv ? fc : kv) * 4));
