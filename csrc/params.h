@@ -6,7 +6,7 @@
 
 namespace carryover {
 
-enum class DType : int { kFloat32, kBFloat16, kFloat64 };
+enum class DType : int { kFloat32, kBFloat16, kFloat64, kFloat16 };
 
 // Where a row of a verified block goes.
 enum class Target : int8_t { kNowhere = -1, kCommitted = 0, kCarried = 1, kZero = 2 };
