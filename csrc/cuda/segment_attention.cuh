@@ -267,7 +267,7 @@ class AttentionBlock {
   __device__ __forceinline__ void score(const T* k, const uint32_t (&kept)[kKept][4],
                                         float (&s)[kScoreTiles][4]) const {
     const int row = key_warp * Tile::kWarpKeys + (lane & 7) + (lane >> 4) * 8, chunk = lane >> 3 & 1;
-#pragma unroll
+#pragma unroll(Tile::kKeepQueries ? kHead / 16 : 4)  // whole, the loads of 256 channels would take registers
     for (int step = 0; step < kHead / 16; ++step) {
       uint32_t a[4];
       if constexpr (Tile::kKeepQueries) {
