@@ -45,7 +45,7 @@ struct AcceptParams {
   double* residual;       // workspace [B, chunks of a row], sampling only
 };
 
-inline int64_t accept_chunks(int64_t vocab) {
+constexpr int64_t accept_chunks(int64_t vocab) {
   return (vocab + kAcceptChunk - 1) / kAcceptChunk;
 }
 

@@ -73,8 +73,10 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t smem
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem));
     if (error != cudaSuccess) return error;
   }
-  kernel<<<grid, block, smem, stream> > >(args...);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = block;
+  config.dynamicSmemBytes = smem, config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, args...);
 #endif
 }
 
