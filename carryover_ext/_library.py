@@ -78,8 +78,8 @@ def _crossover_op(name: str) -> Any:
 
 
 def project_crossover() -> int:
-    """Rows up to which :func:`project_kv` and :func:`commit_and_carry` on a GPU use their own GEMM; above, the
-    library's (cuBLAS) computes and the same epilogues follow. RuntimeError without CUDA kernels."""
+    """Rows up to which :func:`project_kv` and :func:`commit_and_carry` on a GPU use their own GEMM. Above,
+    the library's computes and the same epilogues follow. RuntimeError without CUDA kernels."""
     return int(_crossover_op("project_crossover")())
 
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels of project_kv and commit_and_carry in the simulator, under the signatures of the reference."""
+"""The CUDA kernels of project_kv and commit_and_carry in the simulator, with the reference's signatures."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ def project_kv(
     out: tuple[Tensor, Tensor] | None = None,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Twin of :func:`carryover_ext.ops.project_kv`. `library` takes the path above the crossover, `how` goes to
-    :func:`simt.call`."""
+    """Twin of :func:`carryover_ext.ops.project_kv`. `library` takes the path above the crossover,
+    `how` goes to :func:`simt.call`."""
     layers, dim = k_norm_weight.shape
     heads = kv_weight.shape[0] // (2 * layers * dim)
     shape = (layers, features.shape[0], heads, dim)
     k, v = out or (torch.full(shape, float("nan"), dtype=features.dtype) for _ in range(2))
     call(
         OP, features, positions, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding,
-        carried, k, v, is_bf16(features.dtype), eps, carry_embed_at == "pre_norm", multiprocessors, library, **how,
+        carried, k, v, is_bf16(features.dtype), eps, carry_embed_at == "pre_norm", multiprocessors, library,
+        **how,
     )  # fmt: skip
     return k, v
 
@@ -81,7 +82,9 @@ def commit_and_carry(
     )  # fmt: skip
 
 
-def plan(rows: int, cols: int, depth: int, head: int, multiprocessors: int = MULTIPROCESSORS) -> dict[str, int]:
+def plan(
+    rows: int, cols: int, depth: int, head: int, multiprocessors: int = MULTIPROCESSORS
+) -> dict[str, int]:
     names = ("tile_rows", "tile_cols", "used_cols", "row_blocks", "col_tiles", "splits", "split_depth")
     values = call(OP, rows, cols, depth, head, multiprocessors, function="plan")
     return dict(zip(names, values, strict=True))

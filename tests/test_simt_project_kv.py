@@ -3,6 +3,10 @@ reference, in several orders of execution, with and without splits, and what the
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from cases import RAGGED, SHAPES, CommitCase, Ragged, Shape, int32, weights
@@ -13,6 +17,9 @@ from simt.build import cutlass_include
 from torch import Tensor
 
 from carryover_ext import ops, reference
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import projection_model
 
 REASON = unavailable() or (None if cutlass_include() else "nvidia-cutlass (CuTe) is not installed")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
@@ -31,7 +38,9 @@ def inputs(shape: Shape, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor,
     return torch.randn(rows, shape.features).to(dtype), positions, torch.rand(rows) < 0.5
 
 
-def check_project(shape: Shape, dtype: torch.dtype, rows: int, at: str = "pre_norm", **how) -> tuple[Tensor, ...]:
+def check_project(
+    shape: Shape, dtype: torch.dtype, rows: int, at: str = "pre_norm", **how
+) -> tuple[Tensor, ...]:
     """Against float64 by the tolerance rule, with canaries."""
     features, positions, carried = inputs(shape, dtype, rows)
     w = weights(shape, dtype)
@@ -144,14 +153,11 @@ def test_library_and_tiles_agree(dtype):
 # ---- splits, orders of execution, determinism ----
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 4, 132])
+@pytest.mark.parametrize("multiprocessors,splits", [(1, (1, 1)), (4, (1, 3)), (132, (6, 3))])
 @pytest.mark.parametrize("rows", [3, 40])
-def test_splits(rows, multiprocessors):
-    splits = [
-        plan(rows, cols, depth, head, multiprocessors)["splits"]
-        for cols, depth, head in ((SPLIT.hidden, SPLIT.features, 1), (256, SPLIT.hidden, SPLIT.dim))
-    ]
-    assert splits == ([1, 1] if multiprocessors == 1 else [min(4, multiprocessors * 2 // 5), 2])
+def test_splits(rows, multiprocessors, splits):
+    work = projection_model.Workload(rows, SPLIT.features, SPLIT.hidden, SPLIT.layers, SPLIT.heads, SPLIT.dim)
+    assert tuple(p.splits for p in work.plans(multiprocessors)) == splits
     check_project(SPLIT, torch.bfloat16, rows, multiprocessors=multiprocessors)
 
 
@@ -281,7 +287,8 @@ def test_padding_rows_are_not_counted():
 
 @pytest.mark.parametrize("library", [False, True], ids=["tiles", "library"])
 def test_strided_operands(library):
-    """Caches that are slices of larger pools, heads outside slots; features and weights that are slices too."""
+    """Caches that are slices of larger pools, heads outside slots; features and weights that are
+    slices too."""
     case = CommitCase(SMALL, RAGGED[6], torch.bfloat16)
     s, batch = case.shape, len(RAGGED[6].rows)
     expected = case.run(commit_and_carry, library=library)
@@ -360,8 +367,19 @@ def test_plan_covers_the_product_once(depth, head, multiprocessors):
             assert (p["col_tiles"] - 1) * p["used_cols"] < cols <= p["col_tiles"] * p["used_cols"]
             assert (p["splits"] - 1) * p["split_depth"] < depth <= p["splits"] * p["split_depth"]
             assert p["split_depth"] % (64 if p["tile_cols"] == 128 else 32) == 0
-            blocks = p["splits"] * p["row_blocks"] * p["col_tiles"]
-            assert p["splits"] == 1 or blocks <= 2 * multiprocessors
+            model = projection_model.plan(rows, cols, depth, head, multiprocessors)
+            tile = model.tile
+            assert tuple(p.values()) == (tile.rows, tile.cols, *dataclasses.astuple(model)[1:])
+            assert p["splits"] == 1 or model.blocks <= 2 * multiprocessors
+
+
+def test_predictions_hold_together():
+    for gpu in projection_model.GPUS:
+        for work in projection_model.WORKLOADS.values():
+            p = projection_model.predict(work, gpu)
+            assert work.weight_bytes() < p.bytes and 0 < p.share < 1 <= min(p.occupancy)
+            assert max(p.smem) <= gpu.smem_block
+    assert max(tile.smem for tile in projection_model.TILES) <= 99 << 10  # of sm_120
 
 
 # ---- sanitizers ----
@@ -402,4 +420,3 @@ def test_full_matrix_of_commits(shape, ragged, schedule, carry):
     case = CommitCase(shape, ragged, torch.bfloat16)
     case.slots[torch.rand(ragged.total) < 0.1] = -1
     check_commit(case, {"carry": carry}, schedule=schedule)
-

@@ -5,28 +5,25 @@
 // Above kProjectCrossover rows the library's GEMM takes over, followed by the same epilogues as kernels of
 // their own.
 //
-// Bytes and operations of a call with T rows (e = 2 bytes an element, N = L * 2 * nkv * d):
-//   bytes      = e * (H*F + N*H)  weights, each read once
-//              + e * T*(F + 2*H)  features in; fc's result out and in (it stays in the L2 cache)
-//              + e * T*N          K and V out
+// Bytes and operations of a call with T rows, N = L * 2 * nkv * d (bench/projection_model.py computes them):
+//   bytes      = 2 * (H*F + N*H)       weights, each read once
+//              + 2 * T*(F + 2*H + N)   features in, fc's result out and in, K and V out
 //   operations = 2 * T*(F*H + H*N)
-// Split-K partials, 4 * T * (H * fc.splits + N * kv.splits) bytes out and in, live in the L2 cache as well.
+// Partial sums of the splits, 8 * T * (H * fc.splits + N * kv.splits) bytes out and in, stay in the L2 cache.
 //
-// Floor = max(bytes / bandwidth, operations / peak): H200 4.8 TB/s and 989 TFLOP/s, A100-80GB 2.04 TB/s and
-// 312 TFLOP/s (data sheets, dense bf16). A weight serves 2*T operations for its 2 bytes, so the memory is the
-// limit below T = 206 on an H200, below 153 on an A100. mma.sync reaches about two thirds of an H200's peak,
-// which puts the crossover to the library's GEMM (wgmma) near T = 128: predicted, not measured (no GPU so
-// far).
+// Floor = max(bytes / bandwidth, operations / peak of mma.sync), with data-sheet values: H200 4.8 TB/s, 60 %
+// of 989 TFLOP/s; A100-80GB 2.04 TB/s, 90 % of 312 TFLOP/s. Predicted, not measured (no GPU so far):
 //
-//   drafter                        F      H     N      T    MB    GFLOP  H200 us  A100 us  limit on both
-//   Qwen3-4B   5 taps, 5 layers    12800  2560  10240  16   119   1.89   24.7     58.2     memory
-//   (nkv 8, d 128)                                     64   121   7.55   25.3     59.5     memory
-//                                                      128  125   15.1   26.0     61.1     memory
-//   Qwen3-8B   5 taps, 5 layers    20480  4096  10240  16   253   4.03   52.6     124      memory
-//   (nkv 8, d 128)                                     64   256   16.1   53.4     126      memory
-//                                                      128  261   32.2   54.4     128      memory
-//   head size 256, 5 layers        12800  2560  10240  16   119   1.89   24.7     58.2     memory
-//   (nkv 4)
+//   drafter                      F      H     N      T    MB     GFLOP  H200 us  A100 us
+//   Qwen3-4B, 5 taps, 5 layers   12800  2560  10240  16   118.9  1.89   24.8     58.3
+//   (nkv 8, d 128)                                   64   121.6  7.55   25.3     59.6
+//                                                    128  125.2  15.1   26.1     61.4
+//   Qwen3-8B, 5 taps, 5 layers   20480  4096  10240  16   252.9  4.03   52.7     124.0
+//   (nkv 8, d 128)                                   64   256.6  16.1   53.5     125.9
+//                                                    128  261.6  32.2   54.5     128.3
+//
+// Memory is the limit in all of them, but at T = 128 the tensor cores need 98 % of that time on an H200 (88 %
+// on an A100): there the crossover to the library's GEMM lies, which has wgmma on an H200.
 #pragma once
 
 #include <cuda_runtime_api.h>
