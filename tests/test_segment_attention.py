@@ -365,3 +365,20 @@ def test_bad_arguments_are_named(name: str) -> None:
     spoil(args, options)
     with pytest.raises(RuntimeError, match=message):
         ops.segment_attention(*args, **options)
+
+
+VALUES = ("lens-high", "lens-low", "segment-high", "table-entry", "block-lens")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_bad_values_are_found_without_the_op(name: str) -> None:
+    call = build(Case())
+    args, options = call.args(torch.float32), dict(call.options)
+    which = (1, 3, 4, 6, 7, 9)
+    ops.check_segment_attention(*(args[n] for n in which), options["block_lens"])
+    BAD[name][0](args, options)
+    with pytest.raises(RuntimeError) as of_op:
+        ops.segment_attention(*args, **options)
+    with pytest.raises(RuntimeError) as found:
+        ops.check_segment_attention(*(args[n] for n in which), options["block_lens"])
+    assert str(found.value) == str(of_op.value).splitlines()[0]

@@ -8,15 +8,16 @@ from .._library import (
     set_project_crossover,
 )
 from .accept import accept
-from .commit_and_carry import commit_and_carry
+from .commit_and_carry import check_commit, commit_and_carry
 from .gather_rejected import gather_rejected
 from .markov_sample import markov_sample
 from .project_kv import project_kv
-from .segment_attention import segment_attention
+from .segment_attention import check_segment_attention, segment_attention
 
 __all__ = [
     "accept",
     "available_capabilities",
+    "check_segment_attention",
     "commit_and_carry",
     "cpu_capability",
     "gather_rejected",
