@@ -65,7 +65,7 @@ def segment_attention(
     beyond their capacity are cut to it, pages outside the cache are taken as rows of zeros;
     :func:`check_segment_attention` finds both. Into how many pieces a long context is cut is decided from the
     shapes and the GPU: the last bits may depend on the batch size and on the capacity of the cache.
-    Workspace (float32, from PyTorch's allocator): ``pieces * B * b * nh * (d + 2)`` numbers, none for 1 piece.
+    Workspace (float32, PyTorch's allocator): ``pieces * B * b * nh * (d + 2)`` numbers, none for one piece.
 
     Returns:
         ``[B, b, nh, d]`` contiguous, in the dtype of ``q``. Zero for rows beyond ``block_lens``, for inactive
