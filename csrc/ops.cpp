@@ -24,6 +24,10 @@ STABLE_TORCH_LIBRARY(carryover_ext, m) {
       " Tensor(e!) segment_lens, Tensor fc_weight, Tensor norm_weight, Tensor kv_weight, Tensor "
       "k_norm_weight,"
       " Tensor cos_sin, Tensor? carry_embedding, *, float eps, bool carry_pre_norm, bool carry) -> ()");
+  m.def(  // what the CUDA kernel of commit_and_carry cannot raise
+      "check_commit_and_carry(Tensor positions, Tensor row_start, Tensor num_accepted, Tensor slot_mapping, "
+      "int pages,"
+      " int page_size, int room, int positions_end, bool carry) -> ()");
   m.def(
       "segment_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor context_lens, Tensor? k_segment,"
       " Tensor? v_segment, Tensor? segment_lens, Tensor k_block, Tensor v_block, Tensor? block_table,"
@@ -55,6 +59,7 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CPU, m) {
   m.impl("gather_rejected", TORCH_BOX(&carryover::gather_rejected));
   m.impl("project_kv", TORCH_BOX(&carryover::project_kv));
   m.impl("commit_and_carry", TORCH_BOX(&carryover::commit_and_carry));
+  m.impl("check_commit_and_carry", TORCH_BOX(&carryover::check_commit_and_carry));
   m.impl("segment_attention", TORCH_BOX(&carryover::segment_attention));
   m.impl("accept", TORCH_BOX(&carryover::accept));
   m.impl("markov_sample", TORCH_BOX(&carryover::markov_sample));

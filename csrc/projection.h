@@ -87,6 +87,13 @@ inline const uint8_t* checked_marks(const Checker& check, const std::optional<Te
   return static_cast<const uint8_t*>(carried->const_data_ptr());
 }
 
+inline const int64_t* checked_slots(const Checker& check, const Tensor& slot_mapping, int64_t total) {
+  check.dtype(slot_mapping, "slot_mapping", ScalarType::Long);
+  check.shape(slot_mapping, "slot_mapping", {total}, "[T]");
+  check.contiguous(slot_mapping, "slot_mapping");
+  return slot_mapping.const_data_ptr<int64_t>();
+}
+
 // Slots, caches and segments of commit_and_carry.
 struct CommitArguments {
   const int64_t* slots;
@@ -96,11 +103,7 @@ struct CommitArguments {
   CommitArguments(const Checker& check, const ProjectionWeights& w, const Tensor& features, int64_t requests,
                   const Tensor& slot_mapping, const Tensor& k_cache, const Tensor& v_cache,
                   const Tensor& k_segment, const Tensor& v_segment, const Tensor& lens) {
-    const int64_t total = features.size(0);
-    check.dtype(slot_mapping, "slot_mapping", ScalarType::Long);
-    check.shape(slot_mapping, "slot_mapping", {total}, "[T]");
-    check.contiguous(slot_mapping, "slot_mapping");
-    slots = slot_mapping.const_data_ptr<int64_t>();
+    slots = checked_slots(check, slot_mapping, features.size(0));
     check.same_dtype(k_cache, "k_cache", features, "features");
     check.shape(k_cache, "k_cache", {w.layers, -1, -1, w.heads, w.dim}, "[L, N, page, nkv, d]");
     check.dense_rows(k_cache, "k_cache");

@@ -17,10 +17,57 @@ namespace carryover {
 namespace {
 
 // Checks that `position` of row t may be used; -1 is padding and never gets here.
-void check_position(const Checker& check, const ProjectionWeights& w, int64_t t, int32_t position) {
-  check.require(position >= 0 && position < w.positions, "positions[", t, "] = ", position,
-                " is out of range: cos_sin has ", w.positions, " rows, so it must be -1 (padding) or 0..",
-                w.positions - 1);
+void check_position(const Checker& check, int64_t end, int64_t t, int32_t position) {
+  check.require(position >= 0 && position < end, "positions[", t, "] = ", position,
+                " is out of range: cos_sin has ", end, " rows, so it must be -1 (padding) or 0..", end - 1);
+}
+
+// Where each row of commit_and_carry goes.
+struct CommitRouting {
+  std::vector<RowRoute> routes;
+  std::vector<uint8_t> carried;
+  std::vector<int32_t> lens;
+  bool any = false;
+};
+
+// Elements between pages and slots of a cache, between requests and rows of a segment.
+struct CommitStrides {
+  int64_t page = 0, slot = 0, request = 0, row = 0;
+};
+
+// Routes every row and checks the values on the way.
+CommitRouting route(const Checker& check, const int32_t* position, int64_t positions_end,
+                    const RaggedBatch& batch, const int64_t* slot, int64_t total, int64_t pages, int64_t page,
+                    int64_t room, bool carry, const CommitStrides& k, const CommitStrides& v) {
+  CommitRouting r;
+  r.routes.resize(static_cast<size_t>(total), RowRoute{Target::kNowhere, -1, 0, 0});
+  r.carried.resize(static_cast<size_t>(total), 0);
+  r.lens.resize(static_cast<size_t>(batch.requests), 0);
+  for (int64_t i = 0; i < batch.requests; ++i) {
+    if (batch.num_accepted[i] < 0) continue;
+    const int64_t first_rejected = batch.first_rejected(i);
+    for (int64_t t = batch.row_start[i]; t < batch.row_start[i + 1]; ++t) {
+      if (position[t] == -1) continue;
+      if (t < first_rejected) {
+        check.require(slot[t] >= -1 && slot[t] < pages * page, "slot_mapping[", t, "] = ", slot[t],
+                      " is out of range: the cache has ", pages, " pages of ", page,
+                      " slots, so it must be -1 (nowhere) or 0..", pages * page - 1);
+        if (slot[t] == -1) continue;
+        const int64_t n = slot[t] / page, offset = slot[t] % page;
+        r.routes[t] = {Target::kCommitted, position[t], n * k.page + offset * k.slot,
+                       n * v.page + offset * v.slot};
+      } else if (carry && r.lens[i] < room) {
+        const int64_t j = r.lens[i]++;
+        r.routes[t] = {Target::kCarried, position[t], i * k.request + j * k.row, i * v.request + j * v.row};
+        r.carried[t] = 1;
+      } else {
+        continue;
+      }
+      check_position(check, positions_end, t, position[t]);
+      r.any = true;
+    }
+  }
+  return r;
 }
 
 // Both GEMMs with their epilogues. `carried` marks the rows that get the embedding.
@@ -92,7 +139,7 @@ std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& posi
     if (position[t] == -1) {
       routes[t].target = Target::kZero;
     } else {
-      check_position(check, w, t, position[t]);
+      check_position(check, w.positions, t, position[t]);
     }
   }
   const KvDestination out = kv_destination(k, v);
@@ -114,43 +161,27 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
   const RaggedBatch batch(check, row_start, num_accepted, total);
   const CommitArguments a(check, w, features, batch.requests, slot_mapping, k_cache, v_cache, k_segment,
                           v_segment, segment_lens);
-  const int64_t pages = a.pages, page = a.page;
-
-  // Route every row, checking as we go; nothing is written before the last check has passed.
-  const int64_t* slot = a.slots;
-  std::vector<RowRoute> routes(static_cast<size_t>(total), RowRoute{Target::kNowhere, -1, 0, 0});
-  std::vector<uint8_t> carried(static_cast<size_t>(total), 0);
-  std::vector<int32_t> lens(static_cast<size_t>(batch.requests), 0);
-  bool any = false;
-  for (int64_t i = 0; i < batch.requests; ++i) {
-    if (batch.num_accepted[i] < 0) continue;
-    const int64_t first_rejected = batch.first_rejected(i);
-    for (int64_t t = batch.row_start[i]; t < batch.row_start[i + 1]; ++t) {
-      if (position[t] == -1) continue;
-      if (t < first_rejected) {
-        check.require(slot[t] >= -1 && slot[t] < pages * page, "slot_mapping[", t, "] = ", slot[t],
-                      " is out of range: the cache has ", pages, " pages of ", page,
-                      " slots, so it must be -1 (nowhere) or 0..", pages * page - 1);
-        if (slot[t] == -1) continue;
-        const int64_t n = slot[t] / page, offset = slot[t] % page;
-        routes[t] = {Target::kCommitted, position[t], n * k_cache.stride(1) + offset * k_cache.stride(2),
-                     n * v_cache.stride(1) + offset * v_cache.stride(2)};
-      } else if (carry && lens[i] < a.room) {
-        const int64_t j = lens[i]++;
-        routes[t] = {Target::kCarried, position[t], i * k_segment.stride(1) + j * k_segment.stride(2),
-                     i * v_segment.stride(1) + j * v_segment.stride(2)};
-        carried[t] = 1;
-      } else {
-        continue;
-      }
-      check_position(check, w, t, position[t]);
-      any = true;
-    }
-  }
-  for (int64_t i = 0; i < batch.requests; ++i) a.segment_lens[i] = lens[i];
-  if (!any) return;
-  launch(features, w, carried.data(), routes, kv_destination(k_cache, v_cache),
+  // Nothing is written before the last check has passed.
+  const CommitRouting r =
+      route(check, position, w.positions, batch, a.slots, total, a.pages, a.page, a.room, carry,
+            {k_cache.stride(1), k_cache.stride(2), k_segment.stride(1), k_segment.stride(2)},
+            {v_cache.stride(1), v_cache.stride(2), v_segment.stride(1), v_segment.stride(2)});
+  for (int64_t i = 0; i < batch.requests; ++i) a.segment_lens[i] = r.lens[i];
+  if (!r.any) return;
+  launch(features, w, r.carried.data(), r.routes, kv_destination(k_cache, v_cache),
          kv_destination(k_segment, v_segment));
+}
+
+void check_commit_and_carry(const Tensor& positions, const Tensor& row_start, const Tensor& num_accepted,
+                            const Tensor& slot_mapping, int64_t pages, int64_t page_size, int64_t room,
+                            int64_t positions_end, bool carry) {
+  const Checker check("commit_and_carry");
+  check.require(positions.dim() == 1, "positions must have shape [T], got ", shape_text(positions));
+  const int64_t total = positions.size(0);
+  const int32_t* position = checked_positions(check, positions, total);
+  const RaggedBatch batch(check, row_start, num_accepted, total);
+  route(check, position, positions_end, batch, checked_slots(check, slot_mapping, total), total, pages,
+        page_size, room, carry, {}, {});
 }
 
 }  // namespace carryover

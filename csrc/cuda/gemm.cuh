@@ -85,9 +85,10 @@ __device__ __forceinline__ void multiply(const GemmOperands<typename Tile::T>& o
 
   const auto copy_a = typename Tile::CopyA{}.get_slice(thread);
   const auto copy_b = typename Tile::CopyB{}.get_slice(thread);
-  Tensor from_a = copy_a.partition_S(gA),
-         from_b = copy_b.partition_S(gB);  // (8, rows of the thread, 1, step)
-  Tensor to_a = copy_a.partition_D(sA), to_b = copy_b.partition_D(sB);
+  Tensor from_a = copy_a.partition_S(gA);  // (8, rows of the thread, 1, step)
+  Tensor from_b = copy_b.partition_S(gB);
+  Tensor to_a = copy_a.partition_D(sA);
+  Tensor to_b = copy_b.partition_D(sB);
   Tensor at_a = copy_a.partition_S(make_identity_tensor(Shape<Int<Tile::kRows>, Int<Tile::kDepth>>{}));
   Tensor at_b = copy_b.partition_S(make_identity_tensor(Shape<Int<Tile::kCols>, Int<Tile::kDepth>>{}));
   const Copy_Atom<CopyAsync, T> copy_atom;
@@ -117,8 +118,10 @@ __device__ __forceinline__ void multiply(const GemmOperands<typename Tile::T>& o
   Tensor b = mma_slice.partition_fragment_B(sB(_, _, 0));
   const auto read_a = make_tiled_copy_A(Copy_Atom<LoadMatrix, T>{}, mma);
   const auto read_b = make_tiled_copy_B(Copy_Atom<LoadMatrix, T>{}, mma);
-  Tensor tile_a = read_a.get_slice(thread).partition_S(sA), tile_b = read_b.get_slice(thread).partition_S(sB);
-  Tensor into_a = read_a.get_slice(thread).retile_D(a), into_b = read_b.get_slice(thread).retile_D(b);
+  Tensor tile_a = read_a.get_slice(thread).partition_S(sA);
+  Tensor tile_b = read_b.get_slice(thread).partition_S(sB);
+  Tensor into_a = read_a.get_slice(thread).retile_D(a);
+  Tensor into_b = read_b.get_slice(thread).retile_D(b);
 
   CUTE_UNROLL
   for (int i = 0; i < Tile::kStages - 1; ++i) {
