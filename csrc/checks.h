@@ -89,10 +89,17 @@ class Checker {
             dtype_name(t.scalar_type()), "; convert it with .to(torch.", dtype_name(want), ")");
   }
 
-  // A dtype that the op computes in: float32, bfloat16 or float64 on the CPU, bfloat16 or float16 on the GPU.
-  void floating(const Tensor& t, const char* name) const {
+  // A dtype that the op computes in: float32, bfloat16 or float64 on the CPU, bfloat16 or float16 on the GPU,
+  // and there float32 where the op has it.
+  void floating(const Tensor& t, const char* name, bool float32_on_gpu = false) const {
     device(t, name);
     const ScalarType s = t.scalar_type();
+    if (cuda_ && float32_on_gpu) {
+      require(s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Half, name,
+              " must be float32, bfloat16 or float16 on the GPU, got ", dtype_name(s),
+              "; convert it with .to(torch.float32)");
+      return;
+    }
     if (cuda_) {
       require(s == ScalarType::BFloat16 || s == ScalarType::Half, name,
               " must be bfloat16 or float16 on the GPU, got ", dtype_name(s),

@@ -71,6 +71,8 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CUDA, m) {
   m.impl("project_kv", TORCH_BOX(&carryover::cuda::project_kv));
   m.impl("commit_and_carry", TORCH_BOX(&carryover::cuda::commit_and_carry));
   m.impl("segment_attention", TORCH_BOX(&carryover::cuda::segment_attention));
+  m.impl("accept", TORCH_BOX(&carryover::cuda::accept));
+  m.impl("markov_sample", TORCH_BOX(&carryover::cuda::markov_sample));
 }
 #endif
 

@@ -12,7 +12,7 @@ namespace cuda {
 std::tuple<Tensor, Tensor, Tensor> gather_rejected(const Tensor& hidden, const Tensor& row_start,
                                                    const Tensor& num_accepted, int64_t max_rejected) {
   const Checker check = Checker::cuda("gather_rejected", hidden);
-  check.floating(hidden, "hidden");
+  check.floating(hidden, "hidden", /*float32_on_gpu=*/true);
   check.rank(hidden, "hidden", 2, "[T, F]");
   check.dense_rows(hidden, "hidden");
   check.require(max_rejected >= 0, "max_rejected must be >= 0, got ", max_rejected);

@@ -39,5 +39,14 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
 int64_t project_crossover();
 void set_project_crossover(int64_t rows);
 
+std::tuple<Tensor, Tensor> accept(const Tensor& draft_tokens, const Tensor& target_logits,
+                                  std::optional<Tensor> draft_probs, std::optional<Tensor> uniforms,
+                                  double temperature);
+
+std::tuple<Tensor, Tensor, Tensor> markov_sample(const Tensor& base_logits, const Tensor& prev_tokens,
+                                                 const Tensor& markov_w1, const Tensor& markov_w2,
+                                                 std::optional<Tensor> d2t, std::optional<Tensor> uniforms,
+                                                 double temperature, bool with_probs);
+
 }  // namespace cuda
 }  // namespace carryover
