@@ -52,7 +52,7 @@ struct GemmPlan {
   int32_t splits;       // of the depth
   int32_t split_depth;  // multiple of the depth of a tile
 
-  int64_t tiles() const { return int64_t(row_blocks) * col_tiles; }
+  constexpr int64_t tiles() const { return int64_t(row_blocks) * col_tiles; }
   int64_t partials() const {  // floats of workspace
     return splits == 1 ? 0 : tiles() * splits * tile_rows * tile_cols;
   }
