@@ -3,6 +3,7 @@ several orders of execution, and what they must never touch."""
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -302,6 +303,8 @@ def test_small_integers_are_exact() -> None:
         mean = v.float().mean(1)[:, None].repeat_interleave(2, 2).expand(1, 4, 4, 32).to(dtype)
         for pieces in (1, 2):
             assert_equal(run(args, {}, pieces), mean.contiguous())
+        if dtype == torch.bfloat16:
+            assert_equal(ops.segment_attention(*args), mean.contiguous(), "the CPU op")
 
 
 def test_agrees_with_the_cpu_op() -> None:
@@ -384,6 +387,15 @@ def test_shared_memory_has_no_bank_conflicts(head: int) -> None:
         assert (banks[first : first + 8].sort(0).values == torch.arange(8)[:, None]).all()
     written = banks.flatten().view(-1, 8)
     assert (written.sort(1).values == torch.arange(8)).all()
+
+
+def test_base_2_exponential() -> None:
+    for x in (-200.0, -126.0, -125.5, -1.0, -0.3, 0.0, 0.5, 1.0, 30.25):
+        wanted = 2.0**x if x >= -126 else 0.0  # subnormal numbers are flushed
+        assert call(OP, x, function="exp2") == pytest.approx(wanted, rel=2**-22, abs=0)
+    assert call(OP, float("-inf"), function="exp2") == 0.0
+    assert call(OP, 200.0, function="exp2") == float("inf")
+    assert math.isnan(call(OP, float("nan"), function="exp2"))
 
 
 def test_plan() -> None:

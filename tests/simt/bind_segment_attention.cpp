@@ -36,6 +36,7 @@ PYBIND11_MODULE(SIMT_MODULE, m) {
     return found;
   });
   m.def("workspace", &attention_workspace);
+  m.def("exp2", &carryover::ptx::exp2_approx);
   m.def("swizzle", [](int head, int row, int chunk) {
     switch (head) {
       case 64:
