@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from compare import Guarded, assert_equal
@@ -10,6 +13,10 @@ from test_accept import greedy_case, plausible, sampled_case
 from torch import Tensor
 
 from carryover_ext import reference
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+
+import sampling_model
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -29,6 +36,11 @@ def run(tokens: Tensor, logits: Tensor, q: Tensor | None, u: Tensor | None, temp
     accepted.check()
     token.check()
     return accepted.tensor, token.tensor
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_the_model_repeats_the_plan(vocab: int) -> None:
+    assert call("accept", 3, 7, vocab, function="workspace") == sampling_model.accept_workspace(3, 7, vocab)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

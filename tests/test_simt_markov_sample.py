@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from compare import Guarded, assert_equal
@@ -10,6 +13,10 @@ from test_markov_sample import Case, check
 from torch import Tensor
 
 from carryover_ext import reference
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
+
+import sampling_model
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -40,6 +47,17 @@ def kernel(multiprocessors: int = 2, **options):
         return tokens.tensor, token_probs.tensor, probs.tensor
 
     return run
+
+
+@pytest.mark.parametrize("batch", [1, 8, 9, 16, 17, 100])
+@pytest.mark.parametrize("rank", [1, 256, 513, 1025, 2048])
+def test_the_model_repeats_the_plan(batch: int, rank: int) -> None:
+    tiles = call("markov_sample", batch, rank, function="request_tiles")
+    assert tiles == sampling_model.markov_request_tiles(batch, rank)
+    smem = call("markov_sample", tiles, rank, function="smem")
+    assert smem == sampling_model.markov_smem(tiles, rank) and smem <= 99 << 10  # what the smallest GPU has
+    workspace = call("markov_sample", batch, 151936, function="workspace")
+    assert workspace == sampling_model.markov_workspace(batch, 151936)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,6 +4,8 @@
 PYBIND11_MODULE(SIMT_MODULE, m) {
   bind_options(m);
   m.def("workspace", &carryover::cuda::markov_workspace);
+  m.def("request_tiles", &carryover::cuda::markov_request_tiles);
+  m.def("smem", &carryover::cuda::markov_smem);
   m.def("markov_sample", [](Array logits, Array prev, Array w1, Array w2, MaybeArray d2t, MaybeArray uniforms,
                             double temperature, bool bfloat16, int multiprocessors, Array tokens,
                             Array token_probs, MaybeArray probs, Array workspace) {
