@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from attention_model import GPUS, LATENCY, REACHABLE, Gpu
 
-CROSSOVER, HEAD_MAX, SPLITS_MAX, DEPTH_MIN, BLOCKS_PER_SM = 128, 256, 16, 128, 2
+SPLITS_MAX, DEPTH_MIN = 16, 128
 
 
 def _ceil(a: int, b: int) -> int:
@@ -35,7 +35,12 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return self.cols * (2 if self.rows > 64 else 1)
+        return self.cols
+
+    @property
+    def blocks(self) -> int:
+        """On a multiprocessor, as the plan counts and the kernel's registers allow."""
+        return 1 if self.rows * self.cols > 64 * 128 else 2
 
     @property
     def smem(self) -> int:
@@ -50,7 +55,7 @@ class Tile:
         return min(gpu.smem_sm // (self.smem + 1024), gpu.registers // (per_warp * warps), 64 // warps)
 
 
-TILES = tuple(Tile(rows, cols) for cols in (128, 256) for rows in (16, 64, 128) if cols == 128 or rows <= 64)
+TILES = tuple(Tile(rows, cols) for cols in (128, 256) for rows in (16, 64))
 
 
 @dataclass(frozen=True)
@@ -76,10 +81,10 @@ class Plan:
 
 def plan(rows: int, cols: int, depth: int, head: int, multiprocessors: int) -> Plan:
     tile_cols = 256 if head > 128 else 128
-    tile = Tile(16 if rows <= 16 else 64 if rows <= 64 or tile_cols == 256 else 128, tile_cols)
+    tile = Tile(16 if rows <= 16 else 64, tile_cols)
     used = tile_cols // head * head
     row_blocks, col_tiles = _ceil(rows, tile.rows), _ceil(cols, used)
-    splits = multiprocessors * BLOCKS_PER_SM // max(1, row_blocks * col_tiles)
+    splits = multiprocessors * tile.blocks // max(1, row_blocks * col_tiles)
     splits = max(1, min(splits, depth // DEPTH_MIN, SPLITS_MAX))
     steps = _ceil(depth, tile.depth)
     each = _ceil(steps, splits)
@@ -144,7 +149,7 @@ class Prediction:
     share: float
 
 
-def predict(work: Workload, gpu: Gpu, registers: int = 128) -> Prediction:
+def predict(work: Workload, gpu: Gpu, registers: int = 168) -> Prediction:
     """The floor is the larger of two: all bytes at the nominal bandwidth, all operations of the tiles at the
     rate of mma.sync."""
     plans = work.plans(gpu.multiprocessors)

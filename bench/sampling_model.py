@@ -1,8 +1,8 @@
-"""What the CUDA kernels of gather_rejected, accept and markov_sample should reach: bytes, operations, the floor
-of the time, occupancy.
+"""What the CUDA kernels of gather_rejected, accept and markov_sample should reach: bytes, operations, the
+floor of the time, occupancy.
 
-Predictions, not measurements. The plan repeats csrc/cuda/{accept,markov_sample}.h; the simulator's tests of the
-ops hold the two against each other.
+Predictions, not measurements. The plan repeats csrc/cuda/{accept,markov_sample}.h; the simulator's tests of
+the ops hold the two against each other.
 """
 
 from __future__ import annotations
