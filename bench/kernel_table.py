@@ -46,8 +46,8 @@ BUDGETS = (
     Budget("project_kv", "project_kernel", "128 or 256", 255, (COPY, *MATRIX)),
     Budget("project_kv", "carry_norm_kernel", "256", 64),
     Budget("project_kv", "route_kv_kernel", "256", 64),
-    Budget("segment_attention", "segment_attention_kernel", "128 or 256", 255, (COPY, *MATRIX)),
-    Budget("segment_attention", "segment_attention_combine_kernel", "128", 64),
+    Budget("segment_attention", "segment_attention_kernel", "64, 128 or 256", 255, (COPY, *MATRIX)),
+    Budget("segment_attention", "segment_attention_combine_kernel", "128", 80),
 )
 
 SOURCES = tuple(dict.fromkeys(b.source for b in BUDGETS))
