@@ -11,6 +11,7 @@ from dataclasses import dataclass
 TILE_HEADS = (64, 96, 128, 256)
 TILE_ROWS = (16, 32, 64, 128)
 PIECE_STEP, PIECE_TARGET, PIECES_MAX, BLOCKS_PER_SM = 128, 8192, 64, 2
+WORKSPACE_MAX = 16 << 20  # floats, of pieces beyond those that fill the chip
 LATENCY = 0.7e-6  # s, of a load from HBM under load (assumed)
 REACHABLE = 0.9  # of the nominal bandwidth, by a plain copy (assumed)
 
@@ -112,7 +113,8 @@ class Workload:
         least = max(PIECE_STEP, 2 * self.tile.rows)
         most = max(1, min(PIECES_MAX, longest // (2 * least)))
         fill = max(1, min(most, gpu.multiprocessors * BLOCKS_PER_SM // blocks if blocks else 1))
-        return max(fill, min(most, _ceil(longest, PIECE_TARGET))), fill, least
+        room = WORKSPACE_MAX // (self.batch * self.rows * self.heads * (self.d + 2))
+        return max(fill, min(most, room, _ceil(longest, PIECE_TARGET))), fill, least
 
     def used_pieces(self, gpu: Gpu) -> int:
         """Those that hold keys: what the kernels decide, from the lengths on the device."""

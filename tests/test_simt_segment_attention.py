@@ -406,7 +406,8 @@ def test_plan() -> None:
     assert plan(1, 32768) == (33, 33, 128)  # 8 KV heads fill 2 blocks on each of 132 multiprocessors
     assert plan(1, 32768, group=8) == (33, 33, 256)  # 128 rows of partial results cost more
     assert plan(64, 4096) == (1, 1, 128)  # filled by the batch alone
-    assert plan(64, 32768) == (5, 1, 128)  # but no piece is longer than 8192 keys
+    assert plan(16, 32768) == (5, 2, 128)  # but no piece is longer than 8192 keys
+    assert plan(64, 32768) == (3, 1, 128)  # unless the workspace would be larger than 64 MiB
     assert plan(1, 1 << 30) == (64, 33, 128)
     assert plan(0, 4096) == (1, 1, 128)
 

@@ -41,7 +41,8 @@ Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v
   a.check(check, kAttentionHeadMax);
   check.require(a.d % 8 == 0, "q has head size ", a.d, "; on the GPU it must be a multiple of 8, at most ",
                 kAttentionHeadMax);
-  for (const int64_t n : {a.batch, a.rows, a.heads, a.pages, a.page, a.max_pages, a.segment_rows})
+  for (const int64_t n :
+       {a.batch, a.rows, a.heads, a.pages, a.page, a.max_pages, a.segment_rows, a.rows * a.heads})
     check.require(n <= INT32_MAX / 2, "a size of ", n, " is too large; sizes must be at most ",
                   INT32_MAX / 2);
   check_alignment(check, q, "q");

@@ -46,6 +46,7 @@ constexpr int32_t kAttentionHeadMax = 256;
 constexpr int32_t kAttentionPieceStep = 128;     // keys: pieces are multiples of it
 constexpr int32_t kAttentionPieceTarget = 8192;  // keys: above, one long request keeps a ragged batch waiting
 constexpr int32_t kAttentionPiecesMax = 64;
+constexpr int64_t kAttentionWorkspaceMax = 16 << 20;  // floats, of pieces beyond those that fill the chip
 constexpr int32_t kAttentionBlocksPerSm = 2;
 
 // Head size of the tile; channels between d and it are zero.
@@ -74,6 +75,8 @@ inline AttentionPlan attention_plan(int32_t batch, int32_t rows, int32_t heads, 
   int64_t most = keys / (2 * plan.least);
   if (most > kAttentionPiecesMax) most = kAttentionPiecesMax;
   plan.fill = bounded(blocks > 0 ? int64_t(multiprocessors) * kAttentionBlocksPerSm / blocks : 1, most);
+  const int64_t floats = int64_t(batch) * rows * heads * (d + 2);  // of a piece
+  if (floats > 0 && most > kAttentionWorkspaceMax / floats) most = kAttentionWorkspaceMax / floats;
   plan.pieces = bounded((keys + kAttentionPieceTarget - 1) / kAttentionPieceTarget, most);
   if (plan.pieces < plan.fill) plan.pieces = plan.fill;
   return plan;
