@@ -41,11 +41,11 @@ BUDGETS = (
     Budget("markov_sample", "markov_step_kernel", "128", 128, (COPY, *MATRIX)),
     Budget("markov_sample", "markov_draw_kernel", "128", 64, (COPY, *MATRIX)),
     Budget("markov_sample", "markov_scale_kernel", "128", 40),
-    Budget("project_kv", "commit_routes_kernel", "256", 48),
-    Budget("project_kv", "project_routes_kernel", "256", 48),
-    Budget("project_kv", "project_kernel", "128 or 256", 255, (COPY, *MATRIX)),
+    Budget("project_kv", "commit_routes_kernel", "128", 48),
+    Budget("project_kv", "project_routes_kernel", "128", 48),
+    Budget("project_kv", "project_kernel", "128 or 256", 216, (COPY, *MATRIX)),
     Budget("project_kv", "carry_norm_kernel", "256", 64),
-    Budget("project_kv", "route_kv_kernel", "256", 64),
+    Budget("project_kv", "route_kv_kernel", "128", 64),
     Budget("segment_attention", "segment_attention_kernel", "64, 128 or 256", 255, (COPY, *MATRIX)),
     Budget("segment_attention", "segment_attention_combine_kernel", "128", 80),
 )
@@ -91,7 +91,7 @@ def prediction_table() -> list[str]:
     ]
     for gpu in GPUS:
         for name, work in projection_model.WORKLOADS.items():
-            prediction = projection_model.predict(work, gpu, _registers("project_kernel"))
+            prediction = projection_model.predict(work, gpu)
             rows.append(_row(f"commit_and_carry {name}", prediction))
         for name, attention in attention_model.WORKLOADS.items():
             prediction = attention_model.predict(attention, gpu, _registers("segment_attention_kernel"))

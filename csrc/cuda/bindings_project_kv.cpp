@@ -47,7 +47,7 @@ void launch(const Checker& check, const Device& device, const Tensor& features, 
             ProjectParams& p, Routes& routes) {
   const bool tiles =
       p.rows <= crossover && dense(features) && dense(w.fc) && dense(w.kv) && project_tiles_fit(p);
-  project_plan(p, device.multiprocessors());
+  if (tiles) project_plan(p, device.multiprocessors());
   ProjectParams sizes = p;
   Tensor workspace =
       torch::stable::new_empty(features, {project_workspace(sizes, nullptr, tiles)}, ScalarType::Byte);

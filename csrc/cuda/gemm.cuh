@@ -15,9 +15,10 @@ struct GemmTile {
   static constexpr int kRows = kRows_, kCols = kCols_;
   static constexpr int kDepth = kCols > 128 ? 32 : 64;
   static constexpr int kStages =
-      kRows == 16 || kCols > 128 ? 4 : 3;  // two blocks fit a multiprocessor of an A100
-  static constexpr int kWarpsM = kRows > 64 ? 2 : 1, kWarpsN = kCols / 32;
-  static constexpr int kWarps = kWarpsM * kWarpsN, kThreads = 32 * kWarps;
+      kRows == 16 || kCols > 128 ? 4 : 3;                      // two blocks fit a multiprocessor of an A100
+  static constexpr int kWarps = kCols / 32, kThreads = kCols;  // a warp: all rows, 32 columns
+  static constexpr int kBlocks =
+      kRows * kCols > 64 * 128 ? 1 : 2;  // on a multiprocessor; registers are the limit
 
   static constexpr int kChunks = kDepth / 8;  // 16-byte pieces of a row
   static constexpr int kThreadsA = kRows * kChunks < kThreads ? kRows * kChunks : kThreads;
@@ -41,8 +42,8 @@ struct GemmTile {
   using CopyB = CopyOf<kThreads>;
 
   using TiledMma = decltype(cute::make_tiled_mma(
-      cute::MMA_Atom<Mma<T>>{}, cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>{},
-      cute::Tile<cute::Int<16 * kWarpsM>, cute::Int<16 * kWarpsN>, cute::_16>{}));
+      cute::MMA_Atom<Mma<T>>{}, cute::Layout<cute::Shape<cute::_1, cute::Int<kWarps>, cute::_1>>{},
+      cute::Tile<cute::_16, cute::Int<16 * kWarps>, cute::_16>{}));
 
   // The sums in shared memory, for the epilogue; the pad keeps the rows of a fragment in different banks.
   static constexpr int kSumStride = kCols + 8;

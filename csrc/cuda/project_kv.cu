@@ -25,12 +25,10 @@ cudaError_t launch_tile(const ProjectParams& p, bool second, cudaStream_t stream
 template <class T>
 cudaError_t launch_gemm(const ProjectParams& p, bool second, cudaStream_t stream) {
   const GemmPlan& plan = second ? p.kv_plan : p.fc_plan;
+  const bool few = plan.tile_rows == 16;
   if (plan.tile_cols == 256)
-    return plan.tile_rows == 16 ? launch_tile<T, 16, 256>(p, second, stream)
-                                : launch_tile<T, 64, 256>(p, second, stream);
-  return plan.tile_rows == 16   ? launch_tile<T, 16, 128>(p, second, stream)
-         : plan.tile_rows == 64 ? launch_tile<T, 64, 128>(p, second, stream)
-                                : launch_tile<T, 128, 128>(p, second, stream);
+    return few ? launch_tile<T, 16, 256>(p, second, stream) : launch_tile<T, 64, 256>(p, second, stream);
+  return few ? launch_tile<T, 16, 128>(p, second, stream) : launch_tile<T, 64, 128>(p, second, stream);
 }
 
 template <class T>

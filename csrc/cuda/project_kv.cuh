@@ -250,7 +250,7 @@ __device__ __forceinline__ void store_kv(const ProjectParams& p, const float* su
 
 // One kernel for both GEMMs: they differ in operands, in what happens to A on the load, and in the epilogue.
 template <class T, int kRows, int kCols>
-__global__ void __launch_bounds__(GemmTile<T, kRows, kCols>::kThreads, 2)
+__global__ void __launch_bounds__(GemmTile<T, kRows, kCols>::kThreads, GemmTile<T, kRows, kCols>::kBlocks)
     project_kernel(const __grid_constant__ ProjectParams p, bool second) {
   using Tile = GemmTile<T, kRows, kCols>;
   CARRYOVER_SMEM(smem);

@@ -17,13 +17,12 @@
 //   drafter                      F      H     N      T    MB     GFLOP  H200 us  A100 us
 //   Qwen3-4B, 5 taps, 5 layers   12800  2560  10240  16   118.9  1.89   24.8     58.3
 //   (nkv 8, d 128)                                   64   121.6  7.55   25.3     59.6
-//                                                    128  125.2  15.1   26.1     61.4
 //   Qwen3-8B, 5 taps, 5 layers   20480  4096  10240  16   252.9  4.03   52.7     124.0
 //   (nkv 8, d 128)                                   64   256.6  16.1   53.5     125.9
-//                                                    128  261.6  32.2   54.5     128.3
 //
-// Memory is the limit in all of them, but at T = 128 the tensor cores need 98 % of that time on an H200 (88 %
-// on an A100): there the crossover to the library's GEMM lies, which has wgmma on an H200.
+// Memory is the limit in all of them. Above 64 rows a second block of rows reads every weight again, from the
+// L2 cache, whose bandwidth is about that of an H200's memory: there the crossover to the library's GEMM
+// lies.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,17 +33,16 @@
 namespace carryover {
 namespace cuda {
 
-constexpr int64_t kProjectCrossover = 128;  // rows; see above
-constexpr int32_t kProjectHeadMax = 256;    // head sizes above go to the library's GEMM
+constexpr int64_t kProjectCrossover = 64;  // rows; see above
+constexpr int32_t kProjectHeadMax = 256;   // head sizes above go to the library's GEMM
 constexpr int32_t kProjectSplitsMax = 16;
 constexpr int32_t kProjectDepthMin =
-    256;  // columns of a split at least: below, filling the pipeline dominates
-constexpr int32_t kProjectBlocksPerSm = 2;
+    128;  // columns of a split at least: below, filling the pipeline dominates
 
 // C[rows, cols] = A[rows, depth] B[cols, depth]^T as blocks of tile_rows x tile_cols, of which used_cols
 // columns hold something: a block of the second GEMM takes whole heads, because k_norm needs them.
 struct GemmPlan {
-  int32_t tile_rows;    // 16, 64 or 128
+  int32_t tile_rows;    // 16 or 64
   int32_t tile_cols;    // 128 or 256
   int32_t used_cols;    // <= tile_cols
   int32_t row_blocks;   // ceil(rows / tile_rows)
@@ -62,11 +60,12 @@ inline GemmPlan plan_gemm(int64_t rows, int64_t cols, int64_t depth, int32_t hea
   GemmPlan p = {};
   p.tile_cols = head > 128 ? 256 : 128;
   p.used_cols = p.tile_cols / head * head;
-  p.tile_rows = rows <= 16 ? 16 : rows <= 64 || p.tile_cols == 256 ? 64 : 128;
+  p.tile_rows = rows <= 16 ? 16 : 64;
   p.row_blocks = int32_t((rows + p.tile_rows - 1) / p.tile_rows);
   p.col_tiles = int32_t((cols + p.used_cols - 1) / p.used_cols);
   const int64_t step = p.tile_cols == 256 ? 32 : 64;
-  int64_t splits = int64_t(multiprocessors) * kProjectBlocksPerSm / (p.tiles() > 0 ? p.tiles() : 1);
+  const int64_t fit = p.tile_rows * p.tile_cols > 64 * 128 ? 1 : 2;  // GemmTile::kBlocks
+  int64_t splits = multiprocessors * fit / (p.tiles() > 0 ? p.tiles() : 1);
   if (splits > depth / kProjectDepthMin) splits = depth / kProjectDepthMin;
   if (splits > kProjectSplitsMax) splits = kProjectSplitsMax;
   if (splits < 1) splits = 1;
@@ -141,6 +140,7 @@ inline bool project_tiles_fit(const ProjectParams& p) {
   return address % 16 == 0 && sizes % 8 == 0 && p.features > 0 && p.dim <= kProjectHeadMax;
 }
 
+// Only where project_tiles_fit holds.
 inline void project_plan(ProjectParams& p, int32_t multiprocessors) {
   p.fc_plan = plan_gemm(p.rows, p.hidden, p.features, 1, multiprocessors);
   p.kv_plan = plan_gemm(p.rows, p.layers * 2 * p.heads * p.dim, p.hidden, int32_t(p.dim), multiprocessors);

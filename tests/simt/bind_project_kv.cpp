@@ -60,7 +60,7 @@ struct Memory {
 template <class Routes>
 void run(ProjectParams& p, Routes& routes, int multiprocessors, bool library) {
   if (!library && !project_tiles_fit(p)) throw std::runtime_error("the tiles cannot load these operands");
-  project_plan(p, multiprocessors);
+  if (!library) project_plan(p, multiprocessors);
   ProjectParams sizes = p;
   const Memory workspace(project_workspace(sizes, nullptr, !library));
   project_workspace(p, workspace.bytes.get(), !library);
