@@ -1,4 +1,4 @@
-# make demo | test | bench | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
+# make demo | test | test-all | bench | gpu-check | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,11 +16,12 @@ DEMO_FLAGS ?=
 BENCH_FLAGS ?= --limit 1 --max-new-tokens 32
 OPS_FLAGS ?= --quick --out runs/bench/ops.json
 TEST_FLAGS ?=
+GPU_CHECK_FLAGS ?=
 
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
-CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test bench lint wheel install clean
+.PHONY: demo test test-all bench gpu-check lint wheel install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -30,6 +31,14 @@ demo: install
 test: install $(VENV)/.dev
 	-$(BIN)/carryover env --fetch smollm2-135m
 	$(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS) tests
+
+# The tests in full: the slow ones (every architecture, the whole matrix of the simulator) as well.
+test-all: TEST_FLAGS += -m "slow or not slow"
+test-all: test
+
+# What the CUDA kernels need to be believed. On a machine without a GPU it says what was left out.
+gpu-check: install $(VENV)/.dev
+	$(BIN)/python bench/gpu_check.py $(GPU_CHECK_FLAGS)
 
 bench: install
 	$(BIN)/python bench/ops.py $(OPS_FLAGS)
@@ -41,7 +50,9 @@ lint: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/mypy carryover_ext
 
-wheel: $(VENV)/.requirements
+# A wheel has the CUDA kernels of all architectures wherever there is a compiler for them.
+wheel: CARRYOVER_CUDA := $(if $(filter auto,$(CARRYOVER_CUDA)),$(if $(shell command -v nvcc),1,0),$(CARRYOVER_CUDA))
+wheel: $(VENV)/.requirements $(VENV)/.dev
 	$(PIP) wheel . --no-deps --no-build-isolation -w dist
 
 install: $(VENV)/.package
@@ -65,6 +76,7 @@ $(VENV)/.package: $(VENV)/.requirements $(SOURCES)
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements
 	@echo "Installing the tools for tests and checks into $(VENV)"
 	@$(PIP) install -qq $(PIP_FLAGS) -r requirements-dev.txt
+	@$(PIP) install -qq $(PIP_FLAGS) --no-deps nvidia-cutlass==4.2.0.0  # for its headers (CuTe) alone
 	@touch $@
 
 clean:
