@@ -1,13 +1,15 @@
 """The CUDA kernels: budgets that tests/test_cuda_static.py holds the compiler to, and predictions.
 
-    python bench/kernel_table.py      prints both as the tables of bench/README.md
+    python bench/kernel_table.py [--update]      prints both, and writes them into bench/README.md
 
 Everything here is computed, nothing is measured: bench/ops.py measures, on a GPU.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import attention_model
 import projection_model
@@ -105,8 +107,19 @@ def prediction_table() -> list[str]:
     return rows
 
 
+BEGIN, END = "<!-- kernel_table.py writes from here -->", "<!-- to here -->"
+
+
+def text() -> str:
+    return "\n".join([*budget_table(), "", *prediction_table()])
+
+
 def main() -> None:
-    print("\n".join([*budget_table(), "", *prediction_table()]))
+    print(text())
+    if "--update" in sys.argv:
+        readme = Path(__file__).with_name("README.md")
+        before, rest = readme.read_text(encoding="utf-8").split(BEGIN)
+        readme.write_text(f"{before}{BEGIN}\n{text()}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
 if __name__ == "__main__":
