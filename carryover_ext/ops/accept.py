@@ -30,8 +30,8 @@ def accept(
         draft_tokens: ``[B, K]`` int64; -1 is padding: judging stops there and the next token comes from the
             full p of that row.
         target_logits: ``[B, K + 1, V]`` float32, bfloat16 or float64 (plain, slow), on a GPU float32,
-            bfloat16 or float16; NaN-free, processed by top-k or top-p if the target's law is meant so (-inf marks an excluded token). May be strided
-            except in its last dimension.
+            bfloat16 or float16; NaN-free, processed by top-k or top-p if the target's law is meant so (-inf
+            marks an excluded token). May be strided except in its last dimension.
         draft_probs: ``[B, K, V]`` float32, the q of each draft; None with T > 0: drafts were chosen
             deterministically (one-hot q). Ignored at temperature 0.
         uniforms: ``[B, K + 1]`` float32 in [0, 1), independent of the drafts; needed for T > 0.

@@ -35,7 +35,7 @@ def gather_rejected(
 
     Raises:
         RuntimeError: wrong dtype, shape or device, `row_start` not monotone or not ending at T,
-            `num_accepted` outside -1..rows-1. On a GPU values are not looked at, since that would wait for it.
+            `num_accepted` outside -1..rows-1. On a GPU values are not looked at: that would wait for it.
 
     Source: arXiv 2609.14717, the rejected rows m+1..b-1 of a verified block.
     """
