@@ -27,7 +27,7 @@ ops = torch.ops.carryover_ext
 
 # The projection ops call GEMMs inside, which autocast would cast behind their back: they run below it, in the
 # dtype of their arguments. The registrations live as long as these objects.
-_below_autocast = []
+_below_autocast: list[torch.library.Library] = []
 
 
 def _run_below_autocast(name: str, key: str) -> None:
