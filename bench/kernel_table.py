@@ -40,7 +40,7 @@ BUDGETS = (
     Budget("accept", "accept_judge_kernel", "256", 64),
     Budget("accept", "accept_residual_kernel", "256", 64, (WIDE,)),
     Budget("accept", "accept_draw_kernel", "256", 64),
-    Budget("markov_sample", "markov_step_kernel", "128", 128, (COPY, *MATRIX)),
+    Budget("markov_sample", "markov_step_kernel", "128", 168, (COPY, *MATRIX)),
     Budget("markov_sample", "markov_draw_kernel", "128", 64, (COPY, *MATRIX)),
     Budget("markov_sample", "markov_scale_kernel", "128", 40),
     Budget("project_kv", "commit_routes_kernel", "128", 48),

@@ -146,7 +146,7 @@ struct NextLaw {
 
 // What is left of each chunk of the deciding row: grid (chunks, B).
 template <class T>
-__global__ void __launch_bounds__(kAcceptThreads)
+__global__ void __launch_bounds__(kAcceptThreads, 4)
     accept_residual_kernel(const __grid_constant__ AcceptParams p) {
   CARRYOVER_SMEM(memory);
   const int64_t request = blockIdx.y, begin = int64_t(blockIdx.x) * kAcceptChunk;
