@@ -52,17 +52,13 @@ __host__ __device__ __forceinline__ constexpr int attention_swizzle(int row, int
   return row * kHead + (kHead % 64 == 0 ? chunk ^ (row & 7) : chunk ^ (row >> 1 & 3)) * 8;
 }
 
+// Two numbers as the matrix instructions take them, the first in the low half.
 template <class T>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack<bf16>(float low, float high) {
-  const __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(v);
-}
-template <>
-__device__ __forceinline__ uint32_t pack<fp16>(float low, float high) {
-  const __half2 v = __floats2half2_rn(low, high);
-  return reinterpret_cast<const uint32_t&>(v);
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const T pair[2] = {from_float<T>(low), from_float<T>(high)};
+  uint32_t bits;
+  memcpy(&bits, pair, sizeof bits);
+  return bits;
 }
 
 // The sequence of keys of a request and how it is cut; both kernels must agree on it.
