@@ -15,123 +15,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
-#include <string>
-#include <vector>
 
-#if defined(SIMT_ASAN)
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#elif defined(SIMT_TSAN)
-extern "C" {
-void* __tsan_get_current_fiber();
-void* __tsan_create_fiber(unsigned);
-void __tsan_destroy_fiber(void*);
-void __tsan_switch_to_fiber(void*, unsigned);
-void __tsan_acquire(void*);
-void __tsan_release(void*);
-}
-#endif
-
-#if defined(__x86_64__) && !defined(SIMT_UCONTEXT)
-extern "C" void carryover_simt_switch(void** save, void* to);
-asm(".text\n.globl carryover_simt_switch\n.hidden carryover_simt_switch\n"
-    ".type carryover_simt_switch,@function\ncarryover_simt_switch:\n"
-    "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
-    "movq %rsp,(%rdi)\nmovq %rsi,%rsp\n"
-    "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nret\n"
-    ".size carryover_simt_switch,.-carryover_simt_switch\n");
-#else
-#ifndef SIMT_UCONTEXT
-#define SIMT_UCONTEXT
-#endif
-#include <ucontext.h>
-#endif
+#include "block.h"
 
 namespace simt {
 namespace {
-
-constexpr size_t kStack = 256 << 10;
-constexpr int kMaxMeetings = 32;
-
-enum class State { kReady, kBarrier, kMeeting, kDone };
-
-struct Copy {
-  void* shared;
-  const void* global;
-  int bytes;
-};
-
-struct Group {
-  std::vector<Copy> copies;
-};
-
-struct Machine {  // where a fiber continues
-#ifdef SIMT_UCONTEXT
-  ucontext_t uc;
-#else
-  void* sp = nullptr;
-#endif
-};
-
-struct Fiber {
-  Context context;
-  Machine machine;
-  char* stack = nullptr;
-  State state = State::kDone;
-  int index = 0;
-  void* fake_stack = nullptr;  // ASan
-  void* tsan = nullptr;        // TSan
-  std::vector<Copy> open;      // copies of the group that is not committed yet
-  std::vector<Group> groups;   // oldest first
-};
-
-// No code below moves arrays that several fibers touch: memmove is intercepted by ThreadSanitizer, which
-// would take the simulator's own bookkeeping for the kernel's.
-struct Meeting {
-  uint32_t mask = 0, arrived = 0;  // mask 0: free
-  Collective op{};
-  void* args[32];
-};
-
-struct Warp {
-  Meeting meetings[kMaxMeetings];
-  uint32_t priority = 0;
-  int phase = 0;
-};
-
-// Fibers that can run, oldest first unless one was taken out of turn.
-struct Ready {
-  int index[1024];
-  uint32_t head, count;
-  int& at(uint32_t i) { return index[(head + i) % 1024]; }
-  void push(int fiber) { at(count++) = fiber; }
-  int take(uint32_t i) {
-    const int fiber = at(i);
-    at(i) = at(0);
-    ++head, --count;
-    return fiber;
-  }
-};
-
-struct Block {
-  std::vector<Fiber> fibers;
-  std::vector<Warp> warps;
-  Ready ready;
-  int alive = 0, waiting = 0, phase = 0;
-  const char* file = nullptr;  // the barrier that the first thread waits at
-  int line = 0;
-  char* order = nullptr;  // addresses stand for what the barrier [0, 1] and each warp's __syncwarp order
-  unsigned char* smem = nullptr;
-  Body body = nullptr;
-  const void* capture = nullptr;
-  Machine main;
-  void* main_fake = nullptr;
-  void* main_tsan = nullptr;
-  const void* main_bottom = nullptr;
-  size_t main_size = 0;
-  std::string error;
-  int culprit = 0;
-};
 
 Options g_options;
 uint64_t g_random;
@@ -142,26 +30,6 @@ char g_begin, g_end, g_fence;  // addresses stand for what the launch and __thre
 uint32_t random_below(uint32_t n) {
   g_random ^= g_random << 13, g_random ^= g_random >> 7, g_random ^= g_random << 17;
   return static_cast<uint32_t>((g_random >> 32) % n);
-}
-
-#ifdef SIMT_TSAN
-void acquire(void* p) {
-  __tsan_acquire(p);
-}
-void release(void* p) {
-  __tsan_release(p);
-}
-#else
-void acquire(void*) {}
-void release(void*) {}
-#endif
-
-void transfer(Machine& from, Machine& to) {
-#ifdef SIMT_UCONTEXT
-  swapcontext(&from.uc, &to.uc);
-#else
-  carryover_simt_switch(&from.sp, to.sp);
-#endif
 }
 
 // From the running fiber to the scheduler. `last`: it will not run again.
@@ -476,10 +344,10 @@ void collective(Collective op, uint32_t mask, void* arg, Exchange fn) {
   }
   if (!found) {
     found = free_slot;  // there is one: masks of meetings in progress are disjoint
-    found->mask = mask, found->arrived = 0, found->op = op;
+    found->mask = mask, found->arrived = 0, found->op = op, found->phase = w.phase;
   }
   Meeting& m = *found;
-  char* order = g_block->order + 2 + 2 * (g_fiber->index >> 5) + w.phase;
+  char* order = g_block->order + 2 + 2 * (g_fiber->index >> 5) + m.phase;
   if (op == Collective::kSyncWarp) release(order);
   m.args[me] = arg;
   m.arrived |= 1u << me;
