@@ -1,4 +1,5 @@
 # make demo | test | test-vllm | bench | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
+# make demo | test | test-all | bench | gpu-check | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -22,11 +23,12 @@ VLLM_FLAGS ?=
 VLLM_CUDA ?= 0
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
+GPU_CHECK_FLAGS ?=
 
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
-CXX_FILES = $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-vllm test-vllm-quick bench lint wheel install clean
+.PHONY: demo test test-all test-vllm test-vllm-quick bench gpu-check lint wheel install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -44,6 +46,13 @@ test-vllm: $(VLLM_VENV)/.package
 
 test-vllm-quick: $(VLLM_VENV)/.package
 	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest $(VLLM_FLAGS) tests_vllm/test_v1.py -k "references or mistakes"
+# The tests in full: the slow ones (every architecture, the whole matrix of the simulator) as well.
+test-all: TEST_FLAGS += -m "slow or not slow"
+test-all: test
+
+# What the CUDA kernels need to be believed. On a machine without a GPU it says what was left out.
+gpu-check: install $(VENV)/.dev
+	$(BIN)/python bench/gpu_check.py $(GPU_CHECK_FLAGS)
 
 bench: install
 	$(BIN)/python bench/ops.py $(OPS_FLAGS)
@@ -55,7 +64,9 @@ lint: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 	$(BIN)/mypy carryover_ext
 
-wheel: $(VENV)/.requirements
+# A wheel has the CUDA kernels of all architectures wherever there is a compiler for them.
+wheel: CARRYOVER_CUDA := $(if $(filter auto,$(CARRYOVER_CUDA)),$(if $(shell command -v nvcc),1,0),$(CARRYOVER_CUDA))
+wheel: $(VENV)/.requirements $(VENV)/.dev
 	$(PIP) wheel . --no-deps --no-build-isolation -w dist
 
 install: $(VENV)/.package
@@ -79,6 +90,7 @@ $(VENV)/.package: $(VENV)/.requirements $(SOURCES)
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements
 	@echo "Installing the tools for tests and checks into $(VENV)"
 	@$(PIP) install -qq $(PIP_FLAGS) -r requirements-dev.txt
+	@$(PIP) install -qq $(PIP_FLAGS) --no-deps nvidia-cutlass==4.2.0.0  # for its headers (CuTe) alone
 	@touch $@
 
 # PyTorch with what it needs; the rest without: the file is complete, and leaves out torchvision, torchaudio and

@@ -1,5 +1,7 @@
 """Thin driver: runs CMake for the extension. All metadata is in pyproject.toml."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import subprocess
@@ -18,17 +20,32 @@ def _cuda_wanted() -> int:
     value = os.environ.get("CARRYOVER_CUDA", "auto")
     if value not in ("auto", "0", "1"):
         raise SystemExit(f"CARRYOVER_CUDA={value!r} is not one of auto, 0, 1")
-    has_sources = (ROOT / "csrc" / "cuda").is_dir()
-    if value == "1" and not has_sources:
-        raise SystemExit(
-            "CARRYOVER_CUDA=1: this version of carryover_ext has no CUDA kernels yet; "
-            "set CARRYOVER_CUDA=0 (or auto) to build the CPU kernels"
-        )
     if value == "auto":
-        return int(
-            has_sources and shutil.which("nvcc") is not None and shutil.which("nvidia-smi") is not None
+        return int(_nvcc() is not None and shutil.which("nvidia-smi") is not None)
+    if value == "1" and _nvcc() is None:
+        raise SystemExit(
+            "CARRYOVER_CUDA=1: nvcc was not found; put it on PATH or set CUDA_HOME to the toolkit, "
+            "or set CARRYOVER_CUDA=0 (or auto) to build the CPU kernels only"
         )
     return int(value)
+
+
+def _nvcc() -> str | None:
+    folders = [os.path.join(os.environ["CUDA_HOME"], "bin")] if os.environ.get("CUDA_HOME") else []
+    return shutil.which("nvcc", path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+
+
+def _cuda_options() -> list[str]:
+    """What CMake must know: the compiler, CUTLASS (its headers), and CARRYOVER_CUDA_ARCHS if that is set."""
+    options = [f"-DCMAKE_CUDA_COMPILER={_nvcc()}"]
+    home, package = os.environ.get("CUTLASS_HOME"), find_spec("cutlass_library")
+    if home:
+        options.append(f"-DCUTLASS_INCLUDE={Path(home) / 'include'}")
+    elif package is not None and package.submodule_search_locations:
+        options.append(f"-DCUTLASS_INCLUDE={Path(package.submodule_search_locations[0])}/source/include")
+    archs = os.environ.get("CARRYOVER_CUDA_ARCHS")
+    options.append(f"-DCARRYOVER_CUDA_ARCHS={archs}" if archs else "-UCARRYOVER_CUDA_ARCHS")
+    return options
 
 
 def _cmake() -> str:
@@ -73,7 +90,7 @@ class CMakeBuild(build_ext):
         build = _build_folder([cmake, *generator, torch_root])
         subprocess.run(
             [cmake, "-S", str(ROOT), "-B", str(build), *generator, "-DCMAKE_BUILD_TYPE=Release",
-             f"-DTORCH_ROOT={torch_root}", f"-DCARRYOVER_CUDA={cuda}"],
+             f"-DTORCH_ROOT={torch_root}", f"-DCARRYOVER_CUDA={cuda}", *(_cuda_options() if cuda else [])],
             check=True,
         )  # fmt: skip
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)

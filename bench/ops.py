@@ -1,7 +1,7 @@
 """Times every operator against its plain form, its compiled plain form and its best peer. See
 bench/README.md.
 
-python bench/ops.py [--quick] [--ops segment_attention,accept] [--out ops.json] [--plot ops.png]
+python bench/ops.py [--quick] [--device cuda] [--ops segment_attention,accept] [--out ops.json]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.table import Table
 
 from carryover_ext import ops, reference
 
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 OPS = ("gather_rejected", "project_kv", "commit_and_carry", "segment_attention", "accept", "markov_sample")
 MARKOV_RANK = 256
 
@@ -350,7 +350,10 @@ def main() -> None:
         "--quick", action="store_true", help="hidden 576 and one size of 4096, bf16, few rows"
     )
     parser.add_argument("--ops", default=",".join(OPS), help="comma-separated subset")
-    parser.add_argument("--dtypes", default=None, help="bf16,f32 (default: both; bf16 with --quick)")
+    parser.add_argument(
+        "--dtypes", default=None, help="bf16,f32 (default: both; bf16 with --quick), f16 on a GPU"
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to run (default cpu)")
     parser.add_argument(
         "--seconds", type=float, default=None, help="time for each row (default 0.6; 0.3 with --quick)"
     )
@@ -363,13 +366,21 @@ def main() -> None:
     unknown = [op for op in chosen if op not in OPS]
     if unknown:
         parser.error(f"--ops {','.join(unknown)}: not one of {', '.join(OPS)}")
-    dtypes = (options.dtypes or ("bf16" if options.quick else "bf16,f32")).split(",")
+    cuda = options.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU here")
+    dtypes = (options.dtypes or ("bf16" if options.quick or cuda else "bf16,f32")).split(",")
+    if bad := {"f32"} & set(dtypes) if cuda else {"f16"} & set(dtypes):
+        parser.error(
+            f"--dtypes {options.dtypes}: the operators have no {bad.pop()} on --device {options.device}"
+        )
     if any(d not in DTYPES for d in dtypes):
         parser.error(f"--dtypes {options.dtypes}: not a subset of {','.join(DTYPES)}")
     seconds = options.seconds or (0.3 if options.quick else 0.6)
     contexts = (256, 2048) if options.quick else (256, 2048, 8192)
     warnings.filterwarnings("ignore", module="torch")
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    torch.set_default_device(options.device)
     torch.manual_seed(0)
 
     console = Console(width=None if sys.stdout.isatty() else 190)
@@ -377,10 +388,12 @@ def main() -> None:
     rates = ", ".join(f"{d} {x / 1e9:.0f} GFLOP/s" for d, x in ceilings.flops.items())
     machine = {
         "cpu": platform.machine(), "threads": torch.get_num_threads(), "level": ops.cpu_capability(),
-        "torch": torch.__version__, "bandwidth": ceilings.bandwidth, "flops": ceilings.flops,
+        "torch": torch.__version__, "bandwidth": ceilings.bandwidth,
+        "flops": ceilings.flops, "gpu": torch.cuda.get_device_name() if cuda else None,
     }  # fmt: skip
     console.print(
-        f"{machine['threads']} threads, {machine['level']}, torch {torch.__version__}; ceilings of this run: "
+        f"{machine['gpu'] or machine['level']}, {machine['threads']} threads, torch {torch.__version__}; "
+        "ceilings of this run: "
         f"memory {ceilings.bandwidth / 1e9:.1f} GB/s, {rates}"
     )
 

@@ -26,23 +26,26 @@ _load()
 ops = torch.ops.carryover_ext
 
 # The projection ops call GEMMs inside, which autocast would cast behind their back: they run below it, in the
-# dtype of their arguments. The registrations live as long as this object.
-_below_autocast = torch.library.Library("carryover_ext", "IMPL", "AutocastCPU")
+# dtype of their arguments. The registrations live as long as these objects.
+_below_autocast: list[torch.library.Library] = []
 
 
-def _run_below_autocast(name: str) -> None:
+def _run_below_autocast(name: str, key: str) -> None:
     op = getattr(ops, name).default
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(*args, **kwargs)
 
-    _below_autocast.impl(name, call)
+    library = torch.library.Library("carryover_ext", "IMPL", key)
+    library.impl(name, call)
+    _below_autocast.append(library)
 
 
-for _name in ("project_kv", "commit_and_carry"):
-    _run_below_autocast(_name)
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    for _name in ("project_kv", "commit_and_carry"):
+        _run_below_autocast(_name, _key)
 
 
 def cpu_capability() -> str:
@@ -64,3 +67,22 @@ def set_cpu_capability(name: str) -> None:
     if name not in LEVELS:
         raise ValueError(f"name={name!r} is not one of {', '.join(LEVELS)}")
     ops.set_cpu_level(LEVELS.index(name))
+
+
+def _crossover_op(name: str) -> Any:
+    if not hasattr(ops, name):
+        raise RuntimeError(
+            f"{name}: this build of carryover_ext has no CUDA kernels; build it with CARRYOVER_CUDA=1"
+        )
+    return getattr(ops, name)
+
+
+def project_crossover() -> int:
+    """Rows up to which :func:`project_kv` and :func:`commit_and_carry` on a GPU use their own GEMM. Above,
+    the library's computes and the same epilogues follow. RuntimeError without CUDA kernels."""
+    return int(_crossover_op("project_crossover")())
+
+
+def set_project_crossover(rows: int) -> None:
+    """Moves :func:`project_crossover`, for tests and benchmarks; 0 always takes the library's GEMM."""
+    _crossover_op("set_project_crossover")(rows)

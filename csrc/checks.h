@@ -43,10 +43,18 @@ inline std::string shape_text(const Tensor& t) {
   return s + "]";
 }
 
-// The checks of one op. `layout` is how the documentation writes the shape, e.g. "[T, F]".
+// The checks of one op on one device. `layout` is how the documentation writes the shape, e.g. "[T, F]".
 class Checker {
  public:
-  explicit Checker(const char* op) : op_(op) {}
+  explicit Checker(const char* op) : op_(op) {}  // on the CPU
+
+  // On the GPU of `first`, where all other tensors must be, too.
+  static Checker cuda(const char* op, const Tensor& first) {
+    Checker c(op);
+    c.cuda_ = true;
+    if (first.is_cuda()) c.index_ = first.get_device_index();
+    return c;
+  }
 
   template <class... Args>
   [[noreturn]] void fail(const Args&... args) const {
@@ -61,28 +69,50 @@ class Checker {
     if (!ok) fail(args...);
   }
 
-  void cpu(const Tensor& t, const char* name) const {
-    require(t.is_cpu(), name,
-            " must be on the CPU like the other arguments, got a tensor of another device; ",
-            "move it with .cpu()");
+  void device(const Tensor& t, const char* name) const {
+    if (!cuda_) {
+      require(t.is_cpu(), name,
+              " must be on the CPU like the other arguments, got a tensor of another device; ",
+              "move it with .cpu()");
+      return;
+    }
+    require(t.is_cuda(), name, " must be on the GPU like the other arguments, got a tensor on ",
+            t.is_cpu() ? "the CPU" : "a device of another kind", "; move it with .cuda()");
+    require(index_ < 0 || t.get_device_index() == index_, name, " must be on cuda:", index_,
+            " like the other arguments, got a tensor on cuda:", t.get_device_index(),
+            "; move it with .to(\"cuda:", index_, "\")");
   }
 
   void dtype(const Tensor& t, const char* name, ScalarType want) const {
-    cpu(t, name);
+    device(t, name);
     require(t.scalar_type() == want, name, " must be ", dtype_name(want), ", got ",
             dtype_name(t.scalar_type()), "; convert it with .to(torch.", dtype_name(want), ")");
   }
 
-  void floating(const Tensor& t, const char* name) const {
-    cpu(t, name);
+  // A dtype that the op computes in: float32, bfloat16 or float64 on the CPU, bfloat16 or float16 on the GPU,
+  // and there float32 where the op has it.
+  void floating(const Tensor& t, const char* name, bool float32_on_gpu = false) const {
+    device(t, name);
     const ScalarType s = t.scalar_type();
+    if (cuda_ && float32_on_gpu) {
+      require(s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Half, name,
+              " must be float32, bfloat16 or float16 on the GPU, got ", dtype_name(s),
+              "; convert it with .to(torch.float32)");
+      return;
+    }
+    if (cuda_) {
+      require(s == ScalarType::BFloat16 || s == ScalarType::Half, name,
+              " must be bfloat16 or float16 on the GPU, got ", dtype_name(s),
+              "; convert it with .to(torch.bfloat16)");
+      return;
+    }
     require(s == ScalarType::Float || s == ScalarType::BFloat16 || s == ScalarType::Double, name,
             " must be float32, bfloat16 or float64, got ", dtype_name(s),
             "; convert it with .to(torch.float32)");
   }
 
   void same_dtype(const Tensor& t, const char* name, const Tensor& ref, const char* ref_name) const {
-    cpu(t, name);
+    device(t, name);
     require(t.scalar_type() == ref.scalar_type(), name, " must have the dtype of ", ref_name, ", ",
             dtype_name(ref.scalar_type()), ", got ", dtype_name(t.scalar_type()),
             "; convert it with .to(torch.", dtype_name(ref.scalar_type()), ")");
@@ -131,6 +161,8 @@ class Checker {
   }
 
   const char* op_;
+  bool cuda_ = false;
+  int32_t index_ = -1;
 };
 
 }  // namespace carryover

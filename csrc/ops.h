@@ -27,6 +27,10 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
                       const Tensor& kv_weight, const Tensor& k_norm_weight, const Tensor& cos_sin,
                       std::optional<Tensor> carry_embedding, double eps, bool carry_pre_norm, bool carry);
 
+void check_commit_and_carry(const Tensor& positions, const Tensor& row_start, const Tensor& num_accepted,
+                            const Tensor& slot_mapping, int64_t pages, int64_t page_size, int64_t room,
+                            int64_t positions_end, bool carry);
+
 Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                          const Tensor& context_lens, std::optional<Tensor> k_segment,
                          std::optional<Tensor> v_segment, std::optional<Tensor> segment_lens,

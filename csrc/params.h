@@ -6,7 +6,7 @@
 
 namespace carryover {
 
-enum class DType : int { kFloat32, kBFloat16, kFloat64 };
+enum class DType : int { kFloat32, kBFloat16, kFloat64, kFloat16 };
 
 // Where a row of a verified block goes.
 enum class Target : int8_t { kNowhere = -1, kCommitted = 0, kCarried = 1, kZero = 2 };
@@ -48,6 +48,15 @@ struct KvParams {
   KvDestination dest[2];   // committed, carried
   int64_t rows, layers, heads, dim, rot;
   double eps;
+};
+
+// Rows of one kind of keys and values. The last dimension is contiguous; the others may have any stride.
+// row(i, r) of KV head h starts at k + i*batch + r*row + h*head.
+struct KeyRows {
+  const void* k = nullptr;
+  const void* v = nullptr;
+  int64_t k_batch = 0, k_row = 0, k_head = 0;
+  int64_t v_batch = 0, v_row = 0, v_head = 0;
 };
 
 }  // namespace carryover

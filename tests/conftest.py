@@ -16,6 +16,21 @@ import torch
 from carryover_ext import ops
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, help="at most this many tests of each file, evenly spread")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    limit = config.getoption("--sample")
+    if limit is None:
+        return
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kept = {item for tests in files.values() for item in tests[:: max(1, -(-len(tests) // limit))]}
+    items[:] = [item for item in items if item in kept]
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number that depends on the test's id alone, so that a failing case can be run by itself."""

@@ -301,6 +301,27 @@ def test_errors(case):
         assert_equal(args[name], tensor, f"{name} after an error")
 
 
+VALUES = ("row-start", "monotone", "accepted", "slot-high", "slot-low", "position", "position-carried",
+          "position-low")  # fmt: skip
+
+
+def _check(args: dict, **options) -> None:
+    names = ("positions", "row_start", "num_accepted", "slot_mapping", "k_cache", "k_segment", "cos_sin")
+    ops.check_commit_and_carry(*(args[name] for name in names), **options)
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_check_commit_finds_bad_values(case):
+    change, message = ERRORS[case]
+    with pytest.raises(RuntimeError, match="commit_and_carry: " + message):
+        _check(_arguments(**change))
+
+
+def test_check_commit_accepts_what_the_op_accepts():
+    _check(_arguments())
+    _check(_arguments(positions=int32(4, 5, 99, 1, 2, 3)), carry=False)  # that row is not written
+
+
 def test_unknown_embedding_place():
     with pytest.raises(ValueError, match="carry_embed_at='after' is not one of"):
         ops.commit_and_carry(**_arguments(carry_embed_at="after"))

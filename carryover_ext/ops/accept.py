@@ -29,9 +29,9 @@ def accept(
     Args:
         draft_tokens: ``[B, K]`` int64; -1 is padding: judging stops there and the next token comes from the
             full p of that row.
-        target_logits: ``[B, K + 1, V]`` float32, bfloat16 or float64 (plain, slow), NaN-free, processed by
-            top-k or top-p if the target's law is meant so (-inf marks an excluded token). May be strided
-            except in its last dimension.
+        target_logits: ``[B, K + 1, V]`` float32, bfloat16 or float64 (plain, slow), on a GPU float32,
+            bfloat16 or float16; NaN-free, processed by top-k or top-p if the target's law is meant so (-inf
+            marks an excluded token). May be strided except in its last dimension.
         draft_probs: ``[B, K, V]`` float32, the q of each draft; None with T > 0: drafts were chosen
             deterministically (one-hot q). Ignored at temperature 0.
         uniforms: ``[B, K + 1]`` float32 in [0, 1), independent of the drafts; needed for T > 0.
@@ -42,7 +42,8 @@ def accept(
 
     Raises:
         RuntimeError: wrong dtype, shape or stride, a token outside the vocabulary, missing uniforms, a
-            uniform outside [0, 1]; the message names the argument, its index and value.
+            uniform outside [0, 1]; the message names the argument, its index and value. On a GPU values are
+            not looked at, since that would wait for it: a token outside the vocabulary is padding.
 
     Source: speculative sampling, Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318).
     Probabilities are float32; sums of the CDF are float64.

@@ -60,10 +60,16 @@ def commit_and_carry(
     No gradient: it is the inference path; training uses :func:`project_kv`. Nothing is written when an error
     is raised. A batch without live rows only rewrites `segment_lens`.
 
+    On a GPU (bfloat16, float16) nothing waits for the device, so the call can be captured into a graph; the
+    workspace comes from PyTorch's allocator. Values are not read on the host: a row whose slot or position is
+    out of range is written nowhere, and so are the rows of a request with a bad `row_start` or
+    `num_accepted`; :func:`check_commit_and_carry` reports them. Above :func:`project_crossover` rows the
+    library's GEMM computes.
+
     Raises:
-        RuntimeError: wrong dtype, shape or device; slot outside -1..N*page-1 of a committed row; position
-            outside -1..P-1 of a written row; `row_start` not monotone or not ending at T; `num_accepted`
-            outside -1..rows-1.
+        RuntimeError: wrong dtype, shape or device. On the CPU also: slot outside -1..N*page-1 of a committed
+            row; position outside -1..P-1 of a written row; `row_start` not monotone or not ending at T;
+            `num_accepted` outside -1..rows-1.
         ValueError: unknown `carry_embed_at`.
 
     Source: arXiv 2609.14717, ``U_l = Phi_l(H_rej + E_carry)`` and the commit of the accepted rows, in one
@@ -80,4 +86,36 @@ def commit_and_carry(
 
 @torch.library.register_fake("carryover_ext::commit_and_carry")
 def _fake(*args, **kwargs) -> None:
+    return None
+
+
+def check_commit_and_carry(
+    positions: Tensor,
+    row_start: Tensor,
+    num_accepted: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    k_segment: Tensor,
+    cos_sin: Tensor,
+    *,
+    carry: bool = True,
+) -> None:
+    """Raises what :func:`commit_and_carry` raises on the CPU for the values of these arguments; for
+    debugging on a GPU, where it skips bad rows instead. Waits for the device.
+
+    Args:
+        positions, row_start, num_accepted, slot_mapping, k_cache, k_segment, cos_sin, carry: as for
+            :func:`commit_and_carry`, on any device.
+
+    Raises:
+        RuntimeError: the first value that is out of range, by its name and index.
+    """
+    values = (t.detach().cpu() for t in (positions, row_start, num_accepted, slot_mapping))
+    _ops.check_commit_and_carry(
+        *values, k_cache.shape[1], k_cache.shape[2], k_segment.shape[2], cos_sin.shape[0], carry
+    )  # fmt: skip
+
+
+@torch.library.register_fake("carryover_ext::check_commit_and_carry")
+def _fake_check(*args, **kwargs) -> None:
     return None

@@ -19,8 +19,8 @@ def gather_rejected(
     are rejected.
 
     Args:
-        hidden: ``[T, F]`` float32, bfloat16 or float64; rows may be strided, the last dimension is
-            contiguous.
+        hidden: ``[T, F]`` float32, bfloat16 or float64, on a GPU float32, bfloat16 or float16; rows may be
+            strided, the last dimension is contiguous.
         row_start: ``[B + 1]`` int32, from 0 to T, not decreasing.
         num_accepted: ``[B]`` int32, accepted drafts of each request; -1 marks an inactive request (nothing
             rejected).
@@ -35,7 +35,7 @@ def gather_rejected(
 
     Raises:
         RuntimeError: wrong dtype, shape or device, `row_start` not monotone or not ending at T,
-            `num_accepted` outside -1..rows-1.
+            `num_accepted` outside -1..rows-1. On a GPU values are not looked at: that would wait for it.
 
     Source: arXiv 2609.14717, the rejected rows m+1..b-1 of a verified block.
     """

@@ -27,10 +27,11 @@ def markov_sample(
     left, the first one is taken for certain.
 
     Args:
-        base_logits: ``[B, K, Vd]`` float32, bfloat16 or float64 (plain, slow), without +inf. May be strided
-            except in its last dimension.
+        base_logits: ``[B, K, Vd]`` float32, bfloat16 or float64 (plain, slow), on a GPU bfloat16 or float16;
+            without +inf. May be strided except in its last dimension.
         prev_tokens: ``[B]`` int64 target ids of the token before each block (the anchor); -1 is padding.
-        markov_w1: ``[V, r]`` embedding of the token before, in the dtype of base_logits.
+        markov_w1: ``[V, r]`` embedding of the token before, in the dtype of base_logits; on a GPU r is at
+            most 2048.
         markov_w2: ``[Vd, r]`` its projection to the logits, in the same dtype.
         d2t: ``[Vd]`` int64, the target id of each column; None: column v is token v.
         uniforms: ``[B, K]`` float32 in [0, 1), needed for T > 0.
@@ -44,7 +45,8 @@ def markov_sample(
 
     Raises:
         RuntimeError: wrong dtype, shape or stride, a token without a row in markov_w1, missing uniforms, a
-            uniform outside [0, 1]; the message names the argument, its index and value.
+            uniform outside [0, 1]; the message names the argument, its index and value. On a GPU values are
+            not looked at, since that would wait for it: a token without a row in markov_w1 has no bias.
 
     Source: the vanilla Markov head of DSpark (arXiv 2607.05147). The bias is added in float32; sums of the
     CDF over blocks of columns are float64.

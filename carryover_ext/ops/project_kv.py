@@ -39,7 +39,8 @@ def project_kv(
     dtype before the second GEMM.
 
     Args:
-        features: ``[T, F]`` float32, bfloat16 or float64: the tapped layers of a row side by side.
+        features: ``[T, F]`` float32, bfloat16 or float64 (GPU: bfloat16 or float16): the tapped layers of a
+            row side by side.
         positions: ``[T]`` int32, the RoPE position of each row, below P; -1 marks a padding row, whose K and
             V are 0.
         fc_weight: ``[H, F]``, dtype of `features` like all weights but `cos_sin`.
@@ -58,9 +59,12 @@ def project_kv(
 
     Differentiable in `features`, all weights and `carry_embedding`. T = 0 gives empty results.
 
+    On a GPU (bfloat16, float16) nothing waits for the device, so the call can be captured into a graph; the
+    workspace comes from PyTorch's allocator. A row whose position is out of range there becomes 0.
+
     Raises:
-        RuntimeError: wrong dtype, shape or device, a position outside -1..P-1, `carried` without an
-            embedding.
+        RuntimeError: wrong dtype, shape or device, a position outside -1..P-1 (on the CPU), `carried` without
+            an embedding.
         ValueError: unknown `carry_embed_at`.
 
     Source: DFlash (arXiv 2602.06036) for the projection, arXiv 2609.14717 for the embedding.

@@ -42,7 +42,8 @@ def segment_attention(
     these lengths are never read.
 
     Args:
-        q: ``[B, b, nh, d]`` float32, bfloat16 (float32 accumulation) or float64 (plain, slow); d up to 512.
+        q: ``[B, b, nh, d]``. CPU: float32, bfloat16 (float32 accumulation) or float64 (plain, slow); d up to
+            512. GPU: bfloat16 or float16 (float32 accumulation); d a multiple of 8 up to 256.
         k_cache, v_cache: ``[N, page, nkv, d]`` in the dtype of ``q``; nh is a multiple of nkv.
         context_lens: ``[B]`` int32 rows; -1 marks an inactive request, whose output is zero.
         k_segment, v_segment: ``[B, R, nkv, d]`` or None; ``segment_lens``: ``[B]`` int32, 0..R, or None.
@@ -57,18 +58,25 @@ def segment_attention(
         sinks: ``[nh]`` float32, one more logit in the softmax denominator of each head.
         block_lens: ``[B]`` int32, rows of the block that exist; None: all b.
 
-    All float tensors may be strided except in their last dimension; nothing is copied.
+    All float tensors may be strided except in their last dimension; nothing is copied. On a GPU their rows
+    start at multiples of 16 bytes.
+
+    On a GPU lengths and pages are read by the kernels alone, so that a captured graph follows them: lengths
+    beyond their capacity are cut to it, pages outside the cache are taken as rows of zeros;
+    :func:`check_segment_attention` finds both. Into how many pieces a long context is cut is decided from the
+    shapes and the GPU: the last bits may depend on the batch size and on the capacity of the cache.
+    Workspace (float32, PyTorch's allocator): ``pieces * B * b * nh * (d + 2)`` numbers, none for one piece.
 
     Returns:
         ``[B, b, nh, d]`` contiguous, in the dtype of ``q``. Zero for rows beyond ``block_lens``, for inactive
         requests and for queries that see no key. Visible queries and keys must be finite: the kernel,
         unlike the reference, does not pass a NaN in them on.
 
-    Differentiable in q, k_cache, v_cache, k_segment, v_segment, k_block, v_block and sinks (once).
+    Differentiable in q, k_cache, v_cache, k_segment, v_segment, k_block, v_block and sinks, once, on the CPU.
 
     Raises:
-        RuntimeError: wrong dtype, shape or stride, a length beyond its capacity, a page outside the cache;
-            the message names the argument, its index and value.
+        RuntimeError: wrong dtype, shape, stride or device; on the CPU also a length beyond its capacity and a
+            page outside the cache. The message names the argument, its index and value.
 
     Source: DFlash's block attention (arXiv 2602.06036) with the temporary segment of Carryover Drafting
     (arXiv 2609.14717); softmax in one pass with running maxima (FlashAttention, arXiv 2205.14135).
@@ -91,6 +99,49 @@ def segment_attention(
         window=window,
         soft_cap=soft_cap,
     )
+
+
+def check_segment_attention(
+    k_cache: Tensor,
+    context_lens: Tensor,
+    k_segment: Tensor | None,
+    segment_lens: Tensor | None,
+    k_block: Tensor,
+    block_table: Tensor | None = None,
+    block_lens: Tensor | None = None,
+) -> None:
+    """Checks the lengths and pages of a call of :func:`segment_attention`, on any device.
+
+    The op itself does so on the CPU; on a GPU it reads no values on the host. This function does, and waits
+    for the GPU: for debugging, not for a decoding loop.
+
+    Raises:
+        RuntimeError: a length beyond its capacity or a page outside the cache, as the op on the CPU says it.
+    """
+    pages, page = k_cache.shape[:2]
+    capacity = min(page * (1 if block_table is None else block_table.shape[1]), 1 << 30)
+    limits: list[tuple[str, Tensor | None, int, int, str]] = [
+        ("context_lens", context_lens, -1, capacity, "the cache (-1: inactive request)"),
+        ("segment_lens", segment_lens, 0, 0 if k_segment is None else k_segment.shape[1], "k_segment"),
+        ("block_lens", block_lens, 0, k_block.shape[1], "the block (b)"),
+    ]
+    for name, lens, least, most, of in limits:
+        for i, n in enumerate([] if lens is None else lens.tolist()):
+            if not least <= n <= most:
+                raise RuntimeError(
+                    f"segment_attention: {name}[{i}] = {n} is out of range; it must be {least}..{most}, the "
+                    f"capacity of {of}"
+                )
+    if block_table is None:
+        return
+    needed = torch.arange(block_table.shape[1], device=block_table.device) * page < context_lens[:, None]
+    wrong = (needed & ((block_table < 0) | (block_table >= pages))).nonzero()
+    if wrong.shape[0] > 0:
+        i, j = wrong[0].tolist()
+        raise RuntimeError(
+            f"segment_attention: block_table[{i}, {j}] = {int(block_table[i, j])} is out of range: "
+            f"context_lens[{i}] = {int(context_lens[i])} needs this page, so it must be 0..{pages - 1}"
+        )
 
 
 @torch.library.register_fake(_NAME)

@@ -7,9 +7,9 @@
 #include <cmath>
 #include <vector>
 
-#include "checks.h"
 #include "cpu/dispatch.h"
 #include "ops.h"
+#include "sampling.h"
 
 CARRYOVER_KERNEL(accept_requests, AcceptParams)
 
@@ -64,43 +64,26 @@ void accept_double(const AcceptParams& p, int64_t r, std::vector<double>& w) {
 std::tuple<Tensor, Tensor> accept(const Tensor& draft_tokens, const Tensor& target_logits,
                                   std::optional<Tensor> draft_probs, std::optional<Tensor> uniforms,
                                   double temperature) {
-  kCheck.dtype(draft_tokens, "draft_tokens", ScalarType::Long);
-  kCheck.rank(draft_tokens, "draft_tokens", 2, "[B, K]");
-  kCheck.contiguous(draft_tokens, "draft_tokens");
-  const int64_t batch = draft_tokens.size(0), drafts = draft_tokens.size(1);
-  kCheck.floating(target_logits, "target_logits");
-  kCheck.shape(target_logits, "target_logits", {batch, drafts + 1, -1}, "[B, K + 1, V]");
-  kCheck.dense_rows(target_logits, "target_logits");
-  const int64_t vocab = target_logits.size(2);
-  kCheck.require(vocab >= 1, "target_logits must have a vocabulary, got shape ", shape_text(target_logits));
-  kCheck.require(temperature >= 0 && std::isfinite(temperature),
-                 "temperature must be 0 (greedy) or a finite number above 0, got ", temperature);
+  AcceptArguments a{draft_tokens, target_logits, draft_probs, uniforms, temperature};
+  a.check(kCheck);
+  const int64_t batch = a.batch, drafts = a.drafts, vocab = a.vocab;
 
   AcceptParams p = {};
   p.dtype = kernel_dtype(target_logits.scalar_type());
   p.batch = batch, p.drafts = drafts, p.vocab = vocab;
-  p.temperature = temperature > 0 ? std::max(temperature, 1e-30) : 0;
+  p.temperature = a.temperature;
   p.draft_tokens = draft_tokens.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < batch * drafts; ++i)
     kCheck.require(p.draft_tokens[i] >= -1 && p.draft_tokens[i] < vocab, "draft_tokens[", i / drafts, ", ",
                    i % drafts, "] = ", p.draft_tokens[i], " is out of range; it must be a token 0..",
                    vocab - 1, " or -1 (padding)");
   if (temperature > 0) {
-    kCheck.require(uniforms.has_value(), "uniforms is None at temperature ", temperature,
-                   "; give float32 numbers in [0, 1) of shape [B, K + 1], e.g. torch.rand(", batch, ", ",
-                   drafts + 1, ")");
-    kCheck.dtype(*uniforms, "uniforms", ScalarType::Float);
-    kCheck.shape(*uniforms, "uniforms", {batch, drafts + 1}, "[B, K + 1]");
-    kCheck.contiguous(*uniforms, "uniforms");
     p.uniforms = uniforms->const_data_ptr<float>();
     for (int64_t i = 0; i < batch * (drafts + 1); ++i)
       kCheck.require(p.uniforms[i] >= 0 && p.uniforms[i] <= 1, "uniforms[", i / (drafts + 1), ", ",
                      i % (drafts + 1), "] = ", p.uniforms[i],
                      " is out of range; draw it from [0, 1) with torch.rand");
     if (draft_probs) {
-      kCheck.dtype(*draft_probs, "draft_probs", ScalarType::Float);
-      kCheck.shape(*draft_probs, "draft_probs", {batch, drafts, vocab}, "[B, K, V]");
-      kCheck.dense_rows(*draft_probs, "draft_probs");
       p.draft_probs = draft_probs->const_data_ptr<float>();
       p.probs_batch = draft_probs->stride(0), p.probs_row = draft_probs->stride(1);
     }

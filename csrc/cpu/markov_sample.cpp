@@ -9,9 +9,9 @@
 #include <limits>
 #include <vector>
 
-#include "checks.h"
 #include "cpu/dispatch.h"
 #include "ops.h"
+#include "sampling.h"
 
 CARRYOVER_KERNEL(markov_blocks, MarkovParams)
 CARRYOVER_KERNEL(markov_scale, MarkovParams)
@@ -197,52 +197,24 @@ std::tuple<Tensor, Tensor, Tensor> markov_sample(const Tensor& base_logits, cons
                                                  const Tensor& markov_w1, const Tensor& markov_w2,
                                                  std::optional<Tensor> d2t, std::optional<Tensor> uniforms,
                                                  double temperature, bool with_probs) {
-  kCheck.floating(base_logits, "base_logits");
-  kCheck.rank(base_logits, "base_logits", 3, "[B, K, Vd]");
-  kCheck.dense_rows(base_logits, "base_logits");
+  MarkovArguments a{base_logits, prev_tokens, markov_w1, markov_w2, d2t, uniforms, temperature};
+  a.check(kCheck);
   Call c = {};
   c.dtype = kernel_dtype(base_logits.scalar_type());
-  c.batch = base_logits.size(0), c.steps = base_logits.size(1), c.vocab = base_logits.size(2);
-  kCheck.require(c.vocab >= 1, "base_logits must have a vocabulary, got shape ", shape_text(base_logits));
-  kCheck.dtype(prev_tokens, "prev_tokens", ScalarType::Long);
-  kCheck.shape(prev_tokens, "prev_tokens", {c.batch}, "[B]");
-  kCheck.contiguous(prev_tokens, "prev_tokens");
-  kCheck.same_dtype(markov_w1, "markov_w1", base_logits, "base_logits");
-  kCheck.rank(markov_w1, "markov_w1", 2, "[V, r]");
-  kCheck.contiguous(markov_w1, "markov_w1");
-  c.tokens = markov_w1.size(0), c.rank = markov_w1.size(1);
-  kCheck.require(c.tokens >= 1 && c.rank >= 1, "markov_w1 must have rows and a rank, got shape ",
-                 shape_text(markov_w1));
-  kCheck.same_dtype(markov_w2, "markov_w2", base_logits, "base_logits");
-  kCheck.shape(markov_w2, "markov_w2", {c.vocab, c.rank}, "[Vd, r]");
-  kCheck.contiguous(markov_w2, "markov_w2");
-  kCheck.require(temperature >= 0 && std::isfinite(temperature),
-                 "temperature must be 0 (greedy) or a finite number above 0, got ", temperature);
-  c.temperature = temperature > 0 ? std::max(temperature, 1e-30) : 0;
+  c.batch = a.batch, c.steps = a.steps, c.vocab = a.vocab, c.tokens = a.tokens, c.rank = a.rank;
+  c.temperature = a.temperature;
   c.prev = prev_tokens.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < c.batch; ++i)
     kCheck.require(c.prev[i] >= -1 && c.prev[i] < c.tokens, "prev_tokens[", i, "] = ", c.prev[i],
                    " is out of range; it must be a token 0..", c.tokens - 1, " or -1 (padding)");
   if (d2t) {
-    kCheck.dtype(*d2t, "d2t", ScalarType::Long);
-    kCheck.shape(*d2t, "d2t", {c.vocab}, "[Vd]");
-    kCheck.contiguous(*d2t, "d2t");
     c.d2t = d2t->const_data_ptr<int64_t>();
     for (int64_t v = 0; v < c.vocab; ++v)
       kCheck.require(c.d2t[v] >= 0 && c.d2t[v] < c.tokens, "d2t[", v, "] = ", c.d2t[v],
                      " is out of range; it must be a token 0..", c.tokens - 1, ", a row of markov_w1");
-  } else {
-    kCheck.require(c.vocab <= c.tokens, "base_logits has ", c.vocab, " columns and markov_w1 only ", c.tokens,
-                   " rows; give d2t, the token of each column");
   }
   const bool sampled = c.temperature > 0;
   if (sampled) {
-    kCheck.require(uniforms.has_value(), "uniforms is None at temperature ", temperature,
-                   "; give float32 numbers in [0, 1) of shape [B, K], e.g. torch.rand(", c.batch, ", ",
-                   c.steps, ")");
-    kCheck.dtype(*uniforms, "uniforms", ScalarType::Float);
-    kCheck.shape(*uniforms, "uniforms", {c.batch, c.steps}, "[B, K]");
-    kCheck.contiguous(*uniforms, "uniforms");
     c.uniforms = uniforms->const_data_ptr<float>();
     for (int64_t i = 0; i < c.batch * c.steps; ++i)
       kCheck.require(c.uniforms[i] >= 0 && c.uniforms[i] <= 1, "uniforms[", i / c.steps, ", ", i % c.steps,

@@ -2,16 +2,13 @@
 // routing). The two GEMMs see every row in both ops and whatever `carry` says, so the bits of a committed row
 // never depend on what happens to the other rows. The GEMMs are aten::linear (oneDNN, MKL); only the
 // epilogues are ours.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <array>
 #include <vector>
 
-#include "checks.h"
 #include "cpu/dispatch.h"
 #include "cpu/ragged.h"
+#include "linear.h"
 #include "ops.h"
+#include "projection.h"
 
 CARRYOVER_KERNEL(carry_norm, NormParams)
 CARRYOVER_KERNEL(route_kv, KvParams)
@@ -19,100 +16,62 @@ CARRYOVER_KERNEL(route_kv, KvParams)
 namespace carryover {
 namespace {
 
-// Weights may require gradients; the gradient is a formula in Python, so nothing may be recorded here.
-class NoGrad {
- public:
-  NoGrad() : before_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }
-  ~NoGrad() { aoti_torch_grad_mode_set_enabled(before_); }
-  NoGrad(const NoGrad&) = delete;
-  NoGrad& operator=(const NoGrad&) = delete;
-
- private:
-  bool before_;
-};
-
-Tensor linear(const Tensor& x, const Tensor& weight) {
-  using torch::stable::detail::from;
-  std::array<StableIValue, 3> stack{from(x), from(weight), from(std::optional<Tensor>())};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
-  Tensor out = torch::stable::detail::to<Tensor>(stack[0]);
-  return out.is_contiguous() ? out
-                             : torch::stable::contiguous(out);  // it always is; the epilogues rely on it
+// Checks that `position` of row t may be used; -1 is padding and never gets here.
+void check_position(const Checker& check, int64_t end, int64_t t, int32_t position) {
+  check.require(position >= 0 && position < end, "positions[", t, "] = ", position,
+                " is out of range: cos_sin has ", end, " rows, so it must be -1 (padding) or 0..", end - 1);
 }
 
-struct Weights {
-  const Tensor &fc, &norm, &kv, &k_norm, &cos_sin;
-  const std::optional<Tensor>& embedding;
-  double eps;
-  bool pre_norm;
-  int64_t hidden, layers, heads, dim, rot, positions;
-
-  Weights(const Checker& check, const Tensor& features, const Tensor& fc_weight, const Tensor& norm_weight,
-          const Tensor& kv_weight, const Tensor& k_norm_weight, const Tensor& cos_sin_table,
-          const std::optional<Tensor>& carry_embedding, double eps_arg, bool carry_pre_norm)
-      : fc(fc_weight),
-        norm(norm_weight),
-        kv(kv_weight),
-        k_norm(k_norm_weight),
-        cos_sin(cos_sin_table),
-        embedding(carry_embedding),
-        eps(eps_arg),
-        pre_norm(carry_pre_norm) {
-    check.floating(features, "features");
-    check.rank(features, "features", 2, "[T, F]");
-    check.same_dtype(fc, "fc_weight", features, "features");
-    check.shape(fc, "fc_weight", {-1, features.size(1)}, "[H, F]");
-    hidden = fc.size(0);
-    check.require(hidden > 0, "fc_weight must have at least one row, got ", shape_text(fc));
-    vector(check, norm, "norm_weight", features);
-    check.same_dtype(k_norm, "k_norm_weight", features, "features");
-    check.rank(k_norm, "k_norm_weight", 2, "[L, d]");
-    check.contiguous(k_norm, "k_norm_weight");
-    layers = k_norm.size(0);
-    dim = k_norm.size(1);
-    check.require(layers > 0 && dim > 0, "k_norm_weight must have shape [L, d] with L, d > 0, got ",
-                  shape_text(k_norm));
-    check.same_dtype(kv, "kv_weight", features, "features");
-    check.shape(kv, "kv_weight", {-1, hidden}, "[L*2*nkv*d, H]");
-    heads = kv.size(0) / (2 * layers * dim);
-    check.require(heads > 0 && kv.size(0) == 2 * layers * heads * dim,
-                  "kv_weight must have L*2*nkv*d rows with L = ", layers, " and d = ", dim,
-                  " (from k_norm_weight), got ", shape_text(kv));
-    check.dtype(cos_sin, "cos_sin", ScalarType::Float);
-    check.rank(cos_sin, "cos_sin", 2, "[P, rot]");
-    check.contiguous(cos_sin, "cos_sin");
-    positions = cos_sin.size(0);
-    rot = cos_sin.size(1);
-    check.require(rot % 2 == 0 && rot <= dim,
-                  "cos_sin must have an even number of columns, at most d = ", dim, ", got ",
-                  shape_text(cos_sin));
-    if (embedding) vector(check, *embedding, "carry_embedding", features);
-    check.require(eps >= 0, "eps must be >= 0, got ", eps);
-  }
-
-  void vector(const Checker& check, const Tensor& t, const char* name, const Tensor& features) const {
-    check.same_dtype(t, name, features, "features");
-    check.shape(t, name, {hidden}, "[H]");
-    check.contiguous(t, name);
-  }
-
-  // Checks that `position` of row t may be used; -1 is padding and never gets here.
-  void position(const Checker& check, int64_t t, int32_t position) const {
-    check.require(position >= 0 && position < positions, "positions[", t, "] = ", position,
-                  " is out of range: cos_sin has ", positions, " rows, so it must be -1 (padding) or 0..",
-                  positions - 1);
-  }
+// Where each row of commit_and_carry goes.
+struct CommitRouting {
+  std::vector<RowRoute> routes;
+  std::vector<uint8_t> carried;
+  std::vector<int32_t> lens;
+  bool any = false;
 };
 
-const int32_t* checked_positions(const Checker& check, const Tensor& positions, int64_t total) {
-  check.dtype(positions, "positions", ScalarType::Int);
-  check.shape(positions, "positions", {total}, "[T]");
-  check.contiguous(positions, "positions");
-  return positions.const_data_ptr<int32_t>();
+// Elements between pages and slots of a cache, between requests and rows of a segment.
+struct CommitStrides {
+  int64_t page = 0, slot = 0, request = 0, row = 0;
+};
+
+// Routes every row and checks the values on the way.
+CommitRouting route(const Checker& check, const int32_t* position, int64_t positions_end,
+                    const RaggedBatch& batch, const int64_t* slot, int64_t total, int64_t pages, int64_t page,
+                    int64_t room, bool carry, const CommitStrides& k, const CommitStrides& v) {
+  CommitRouting r;
+  r.routes.resize(static_cast<size_t>(total), RowRoute{Target::kNowhere, -1, 0, 0});
+  r.carried.resize(static_cast<size_t>(total), 0);
+  r.lens.resize(static_cast<size_t>(batch.requests), 0);
+  for (int64_t i = 0; i < batch.requests; ++i) {
+    if (batch.num_accepted[i] < 0) continue;
+    const int64_t first_rejected = batch.first_rejected(i);
+    for (int64_t t = batch.row_start[i]; t < batch.row_start[i + 1]; ++t) {
+      if (position[t] == -1) continue;
+      if (t < first_rejected) {
+        check.require(slot[t] >= -1 && slot[t] < pages * page, "slot_mapping[", t, "] = ", slot[t],
+                      " is out of range: the cache has ", pages, " pages of ", page,
+                      " slots, so it must be -1 (nowhere) or 0..", pages * page - 1);
+        if (slot[t] == -1) continue;
+        const int64_t n = slot[t] / page, offset = slot[t] % page;
+        r.routes[t] = {Target::kCommitted, position[t], n * k.page + offset * k.slot,
+                       n * v.page + offset * v.slot};
+      } else if (carry && r.lens[i] < room) {
+        const int64_t j = r.lens[i]++;
+        r.routes[t] = {Target::kCarried, position[t], i * k.request + j * k.row, i * v.request + j * v.row};
+        r.carried[t] = 1;
+      } else {
+        continue;
+      }
+      check_position(check, positions_end, t, position[t]);
+      r.any = true;
+    }
+  }
+  return r;
 }
 
 // Both GEMMs with their epilogues. `carried` marks the rows that get the embedding.
-void launch(const Tensor& features, const Weights& w, const uint8_t* carried,
+void launch(const Tensor& features, const ProjectionWeights& w, const uint8_t* carried,
             const std::vector<RowRoute>& routes, const KvDestination& committed,
             const KvDestination& segment) {
   const NoGrad no_grad;
@@ -150,13 +109,6 @@ void launch(const Tensor& features, const Weights& w, const uint8_t* carried,
       [&](int64_t begin, int64_t end) { CARRYOVER_CALL(route_kv, route, begin, end); });
 }
 
-// Strides of a [L, ..., nkv, d] pair.
-KvDestination destination(const Tensor& k, const Tensor& v) {
-  const int64_t head = k.dim() - 2;
-  return {k.mutable_data_ptr(), v.mutable_data_ptr(), k.stride(0),
-          v.stride(0),          k.stride(head),       v.stride(head)};
-}
-
 }  // namespace
 
 std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& positions,
@@ -165,20 +117,13 @@ std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& posi
                                       const Tensor& cos_sin, std::optional<Tensor> carry_embedding,
                                       std::optional<Tensor> carried, double eps, bool carry_pre_norm) {
   const Checker check("project_kv");
-  const Weights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding,
-                  eps, carry_pre_norm);
+  const ProjectionWeights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin,
+                            carry_embedding, eps, carry_pre_norm);
   const int64_t total = features.size(0);
   const int32_t* position = checked_positions(check, positions, total);
+  const uint8_t* marks = checked_marks(check, carried, carry_embedding, total);
   std::vector<uint8_t> none;
-  const uint8_t* marks = nullptr;
-  if (carried) {
-    check.dtype(*carried, "carried", ScalarType::Bool);
-    check.shape(*carried, "carried", {total}, "[T]");
-    check.contiguous(*carried, "carried");
-    check.require(carry_embedding.has_value(),
-                  "carried marks rows but carry_embedding is None; pass both or none");
-    marks = static_cast<const uint8_t*>(carried->const_data_ptr());
-  } else {
+  if (marks == nullptr) {
     none.resize(static_cast<size_t>(total), 0);
     marks = none.data();
   }
@@ -194,10 +139,10 @@ std::tuple<Tensor, Tensor> project_kv(const Tensor& features, const Tensor& posi
     if (position[t] == -1) {
       routes[t].target = Target::kZero;
     } else {
-      w.position(check, t, position[t]);
+      check_position(check, w.positions, t, position[t]);
     }
   }
-  const KvDestination out = destination(k, v);
+  const KvDestination out = kv_destination(k, v);
   launch(features, w, marks, routes, out, out);
   return {k, v};
 }
@@ -209,68 +154,34 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
                       const Tensor& kv_weight, const Tensor& k_norm_weight, const Tensor& cos_sin,
                       std::optional<Tensor> carry_embedding, double eps, bool carry_pre_norm, bool carry) {
   const Checker check("commit_and_carry");
-  const Weights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin, carry_embedding,
-                  eps, carry_pre_norm);
+  const ProjectionWeights w(check, features, fc_weight, norm_weight, kv_weight, k_norm_weight, cos_sin,
+                            carry_embedding, eps, carry_pre_norm);
   const int64_t total = features.size(0);
   const int32_t* position = checked_positions(check, positions, total);
   const RaggedBatch batch(check, row_start, num_accepted, total);
-  check.dtype(slot_mapping, "slot_mapping", ScalarType::Long);
-  check.shape(slot_mapping, "slot_mapping", {total}, "[T]");
-  check.contiguous(slot_mapping, "slot_mapping");
-  check.same_dtype(k_cache, "k_cache", features, "features");
-  check.shape(k_cache, "k_cache", {w.layers, -1, -1, w.heads, w.dim}, "[L, N, page, nkv, d]");
-  check.dense_rows(k_cache, "k_cache");
-  const int64_t pages = k_cache.size(1), page = k_cache.size(2);
-  check.same_dtype(v_cache, "v_cache", features, "features");
-  check.shape(v_cache, "v_cache", {w.layers, pages, page, w.heads, w.dim}, "[L, N, page, nkv, d]");
-  check.dense_rows(v_cache, "v_cache");
-  check.same_dtype(k_segment, "k_segment", features, "features");
-  check.shape(k_segment, "k_segment", {w.layers, batch.requests, -1, w.heads, w.dim}, "[L, B, R, nkv, d]");
-  check.dense_rows(k_segment, "k_segment");
-  const int64_t room = k_segment.size(2);
-  check.same_dtype(v_segment, "v_segment", features, "features");
-  check.shape(v_segment, "v_segment", {w.layers, batch.requests, room, w.heads, w.dim}, "[L, B, R, nkv, d]");
-  check.dense_rows(v_segment, "v_segment");
-  check.dtype(segment_lens, "segment_lens", ScalarType::Int);
-  check.shape(segment_lens, "segment_lens", {batch.requests}, "[B]");
-  check.contiguous(segment_lens, "segment_lens");
+  const CommitArguments a(check, w, features, batch.requests, slot_mapping, k_cache, v_cache, k_segment,
+                          v_segment, segment_lens);
+  // Nothing is written before the last check has passed.
+  const CommitRouting r =
+      route(check, position, w.positions, batch, a.slots, total, a.pages, a.page, a.room, carry,
+            {k_cache.stride(1), k_cache.stride(2), k_segment.stride(1), k_segment.stride(2)},
+            {v_cache.stride(1), v_cache.stride(2), v_segment.stride(1), v_segment.stride(2)});
+  for (int64_t i = 0; i < batch.requests; ++i) a.segment_lens[i] = r.lens[i];
+  if (!r.any) return;
+  launch(features, w, r.carried.data(), r.routes, kv_destination(k_cache, v_cache),
+         kv_destination(k_segment, v_segment));
+}
 
-  // Route every row, checking as we go; nothing is written before the last check has passed.
-  const int64_t* slot = slot_mapping.const_data_ptr<int64_t>();
-  std::vector<RowRoute> routes(static_cast<size_t>(total), RowRoute{Target::kNowhere, -1, 0, 0});
-  std::vector<uint8_t> carried(static_cast<size_t>(total), 0);
-  std::vector<int32_t> lens(static_cast<size_t>(batch.requests), 0);
-  bool any = false;
-  for (int64_t i = 0; i < batch.requests; ++i) {
-    if (batch.num_accepted[i] < 0) continue;
-    const int64_t first_rejected = batch.first_rejected(i);
-    for (int64_t t = batch.row_start[i]; t < batch.row_start[i + 1]; ++t) {
-      if (position[t] == -1) continue;
-      if (t < first_rejected) {
-        check.require(slot[t] >= -1 && slot[t] < pages * page, "slot_mapping[", t, "] = ", slot[t],
-                      " is out of range: the cache has ", pages, " pages of ", page,
-                      " slots, so it must be -1 (nowhere) or 0..", pages * page - 1);
-        if (slot[t] == -1) continue;
-        const int64_t n = slot[t] / page, offset = slot[t] % page;
-        routes[t] = {Target::kCommitted, position[t], n * k_cache.stride(1) + offset * k_cache.stride(2),
-                     n * v_cache.stride(1) + offset * v_cache.stride(2)};
-      } else if (carry && lens[i] < room) {
-        const int64_t j = lens[i]++;
-        routes[t] = {Target::kCarried, position[t], i * k_segment.stride(1) + j * k_segment.stride(2),
-                     i * v_segment.stride(1) + j * v_segment.stride(2)};
-        carried[t] = 1;
-      } else {
-        continue;
-      }
-      w.position(check, t, position[t]);
-      any = true;
-    }
-  }
-  int32_t* lens_out = segment_lens.mutable_data_ptr<int32_t>();
-  for (int64_t i = 0; i < batch.requests; ++i) lens_out[i] = lens[i];
-  if (!any) return;
-  launch(features, w, carried.data(), routes, destination(k_cache, v_cache),
-         destination(k_segment, v_segment));
+void check_commit_and_carry(const Tensor& positions, const Tensor& row_start, const Tensor& num_accepted,
+                            const Tensor& slot_mapping, int64_t pages, int64_t page_size, int64_t room,
+                            int64_t positions_end, bool carry) {
+  const Checker check("commit_and_carry");
+  check.require(positions.dim() == 1, "positions must have shape [T], got ", shape_text(positions));
+  const int64_t total = positions.size(0);
+  const int32_t* position = checked_positions(check, positions, total);
+  const RaggedBatch batch(check, row_start, num_accepted, total);
+  route(check, position, positions_end, batch, checked_slots(check, slot_mapping, total), total, pages,
+        page_size, room, carry, {}, {});
 }
 
 }  // namespace carryover

@@ -1,10 +1,9 @@
-// The rows of a ragged batch: request i owns rows row_start[i]..row_start[i+1]-1 and has accepted
-// num_accepted[i] drafts of them (-1: inactive).
+// The rows of a ragged batch, its values checked.
 #pragma once
 
 #include <algorithm>
 
-#include "checks.h"
+#include "ragged_arguments.h"
 
 namespace carryover {
 
@@ -15,13 +14,7 @@ struct RaggedBatch {
 
   RaggedBatch(const Checker& check, const Tensor& row_start_arg, const Tensor& num_accepted_arg,
               int64_t total) {
-    check.dtype(num_accepted_arg, "num_accepted", ScalarType::Int);
-    check.rank(num_accepted_arg, "num_accepted", 1, "[B]");
-    check.contiguous(num_accepted_arg, "num_accepted");
-    requests = num_accepted_arg.size(0);
-    check.dtype(row_start_arg, "row_start", ScalarType::Int);
-    check.shape(row_start_arg, "row_start", {requests + 1}, "[B + 1]");
-    check.contiguous(row_start_arg, "row_start");
+    requests = check_ragged(check, row_start_arg, num_accepted_arg);
     row_start = row_start_arg.const_data_ptr<int32_t>();
     num_accepted = num_accepted_arg.const_data_ptr<int32_t>();
     check.require(row_start[0] == 0, "row_start[0] must be 0, got ", row_start[0]);

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "checks.h"
+#include "attention.h"
 #include "cpu/dispatch.h"
 #include "ops.h"
 
@@ -24,34 +24,28 @@ const Checker kCheck("segment_attention");
 // result.
 constexpr int32_t kPiece = 512;
 
-KeyRows key_rows(const Tensor& k, const Tensor& v) {
-  return {k.const_data_ptr(), v.const_data_ptr(), k.stride(0), k.stride(1),
-          k.stride(2),        v.stride(0),        v.stride(1), v.stride(2)};
-}
-
-void check_keys(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name, const Tensor& q,
-                std::initializer_list<int64_t> shape, const char* layout) {
-  const Tensor* tensors[] = {&k, &v};
-  const char* names[] = {k_name, v_name};
-  for (int i = 0; i < 2; ++i) {
-    kCheck.same_dtype(*tensors[i], names[i], q, "q");
-    kCheck.shape(*tensors[i], names[i], shape, layout);
-    kCheck.dense_rows(*tensors[i], names[i]);
+// Lengths and pages must lie within their capacities.
+void check_values(const AttentionArguments& a) {
+  const auto within = [&](const Tensor& t, const char* name, int64_t least, int64_t most, const char* of) {
+    const int32_t* n = t.const_data_ptr<int32_t>();
+    for (int64_t i = 0; i < a.batch; ++i)
+      kCheck.require(n[i] >= least && n[i] <= most, name, "[", i, "] = ", n[i],
+                     " is out of range; it must be ", least, "..", most, ", the capacity of ", of);
+  };
+  within(a.context_lens, "context_lens", -1, a.capacity, "the cache (-1: inactive request)");
+  if (a.block_table) {
+    const int32_t* lens = a.context_lens.const_data_ptr<int32_t>();
+    const int32_t* table = a.block_table->const_data_ptr<int32_t>();
+    for (int64_t i = 0; i < a.batch; ++i)
+      for (int64_t j = 0; j * a.page < lens[i]; ++j) {
+        const int32_t at = table[i * a.max_pages + j];
+        kCheck.require(at >= 0 && at < a.pages, "block_table[", i, ", ", j, "] = ", at,
+                       " is out of range: context_lens[", i, "] = ", lens[i],
+                       " needs this page, so it must be 0..", a.pages - 1);
+      }
   }
-  kCheck.require(k.size(0) == v.size(0) && k.size(1) == v.size(1), v_name, " must have the shape of ", k_name,
-                 ", ", shape_text(k), ", got ", shape_text(v));
-}
-
-const int32_t* lengths(const Tensor& t, const char* name, int64_t batch, int64_t least, int64_t most,
-                       const char* of) {
-  kCheck.dtype(t, name, ScalarType::Int);
-  kCheck.shape(t, name, {batch}, "[B]");
-  kCheck.contiguous(t, name);
-  const int32_t* p = t.const_data_ptr<int32_t>();
-  for (int64_t i = 0; i < batch; ++i)
-    kCheck.require(p[i] >= least && p[i] <= most, name, "[", i, "] = ", p[i], " is out of range; it must be ",
-                   least, "..", most, ", the capacity of ", of);
-  return p;
+  if (a.k_segment) within(*a.segment_lens, "segment_lens", 0, a.segment_rows, "k_segment");
+  if (a.block_lens) within(*a.block_lens, "block_lens", 0, a.rows, "the block (b)");
 }
 
 // float64: one query at a time, everything in double. For gradcheck and for comparisons, not for speed.
@@ -146,78 +140,18 @@ Tensor segment_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v
                          const Tensor& k_block, const Tensor& v_block, std::optional<Tensor> block_table,
                          std::optional<Tensor> sinks, std::optional<Tensor> block_lens, double scale,
                          bool causal, int64_t window, double soft_cap) {
-  kCheck.floating(q, "q");
-  kCheck.rank(q, "q", 4, "[B, b, nh, d]");
-  kCheck.dense_rows(q, "q");
-  const int64_t batch = q.size(0), rows = q.size(1), heads = q.size(2), d = q.size(3);
-  kCheck.require(d >= 1 && d <= kHeadSizeMax, "q has head size ", d, "; it must be 1..", kHeadSizeMax);
-  kCheck.rank(k_cache, "k_cache", 4, "[N, page, nkv, d]");
-  const int64_t pages = k_cache.size(0), page = k_cache.size(1), kv_heads = k_cache.size(2);
-  kCheck.require(kv_heads >= 1 && heads % kv_heads == 0, "q has ", heads,
-                 " heads, which is no multiple of the ", kv_heads, " KV heads of k_cache");
-  check_keys(k_cache, "k_cache", v_cache, "v_cache", q, {-1, -1, kv_heads, d}, "[N, page, nkv, d]");
-  check_keys(k_block, "k_block", v_block, "v_block", q, {batch, rows, kv_heads, d}, "[B, b, nkv, d]");
-  kCheck.require(scale > 0 && std::isfinite(scale), "scale must be a finite number above 0, got ", scale,
-                 "; the usual value is 1 / sqrt(d)");
-  kCheck.require(window >= 0, "window must be 0 (no window) or the number of visible positions, got ",
-                 window);
-  kCheck.require(soft_cap >= 0 && std::isfinite(soft_cap),
-                 "soft_cap must be 0 (none) or a finite number above 0, got ", soft_cap);
-
-  AttentionParams p = {};
-  p.dtype = kernel_dtype(q.scalar_type());
-  p.batch = batch, p.rows = rows, p.heads = heads, p.kv_heads = kv_heads, p.head_size = d;
-  p.page_size = page;
-  int64_t capacity = page;
-  if (block_table) {
-    kCheck.dtype(*block_table, "block_table", ScalarType::Int);
-    kCheck.shape(*block_table, "block_table", {batch, -1}, "[B, max_pages]");
-    kCheck.contiguous(*block_table, "block_table");
-    p.block_table = block_table->const_data_ptr<int32_t>();
-    p.max_pages = block_table->size(1);
-    capacity = page * p.max_pages;
-  } else {
-    kCheck.require(pages >= batch, "k_cache has room for ", pages, " requests, q has ", batch,
-                   "; give one contiguous row of the cache a request, or a block_table");
-  }
-  capacity = std::min<int64_t>(capacity, 1 << 30);
-  p.context_lens =
-      lengths(context_lens, "context_lens", batch, -1, capacity, "the cache (-1: inactive request)");
-  if (block_table) {
-    for (int64_t i = 0; i < batch; ++i)
-      for (int64_t j = 0; j * page < p.context_lens[i]; ++j) {
-        const int32_t at = p.block_table[i * p.max_pages + j];
-        kCheck.require(at >= 0 && at < pages, "block_table[", i, ", ", j, "] = ", at,
-                       " is out of range: context_lens[", i, "] = ", p.context_lens[i],
-                       " needs this page, so it must be 0..", pages - 1);
-      }
-  }
-  kCheck.require(
-      k_segment.has_value() == v_segment.has_value() && k_segment.has_value() == segment_lens.has_value(),
-      "k_segment, v_segment and segment_lens belong together, got ", k_segment ? "" : "no ", "k_segment, ",
-      v_segment ? "" : "no ", "v_segment, ", segment_lens ? "" : "no ",
-      "segment_lens; give all three or none");
-  if (k_segment) {
-    check_keys(*k_segment, "k_segment", *v_segment, "v_segment", q, {batch, -1, kv_heads, d},
-               "[B, R, nkv, d]");
-    p.segment_lens = lengths(*segment_lens, "segment_lens", batch, 0, k_segment->size(1), "k_segment");
-    p.segment = key_rows(*k_segment, *v_segment);
-  }
-  if (block_lens) p.block_lens = lengths(*block_lens, "block_lens", batch, 0, rows, "the block (b)");
-  if (sinks) {
-    kCheck.dtype(*sinks, "sinks", ScalarType::Float);
-    kCheck.shape(*sinks, "sinks", {heads}, "[nh]");
-    kCheck.contiguous(*sinks, "sinks");
-    p.sinks = sinks->const_data_ptr<float>();
-  }
+  AttentionArguments a{q,       k_cache, v_cache,     context_lens, k_segment,  v_segment, segment_lens,
+                       k_block, v_block, block_table, sinks,        block_lens, scale,     causal,
+                       window,  soft_cap};
+  a.check(kCheck, kHeadSizeMax);
+  check_values(a);
+  const int64_t batch = a.batch, rows = a.rows, heads = a.heads, kv_heads = a.kv_heads, d = a.d;
 
   Tensor out = torch::stable::new_empty(q, {batch, rows, heads, d});
   if (out.numel() == 0) return out;
-  p.q = q.const_data_ptr(), p.q_batch = q.stride(0), p.q_row = q.stride(1), p.q_head = q.stride(2);
-  p.context = key_rows(k_cache, v_cache);
-  p.block = key_rows(k_block, v_block);
-  p.scale = scale, p.soft_cap = soft_cap, p.causal = causal;
-  p.window = std::min<int64_t>(window, 1 << 30);
+  AttentionParams p = {};
+  a.fill(p);
+  p.dtype = kernel_dtype(q.scalar_type());
   p.out = out.mutable_data_ptr();
 
   if (p.dtype == DType::kFloat64) {

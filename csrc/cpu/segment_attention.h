@@ -7,15 +7,6 @@
 
 namespace carryover {
 
-// Rows of one kind of keys and values. The last dimension is contiguous; the others may have any stride.
-// row(i, r) of KV head h starts at k + i*batch + r*row + h*head.
-struct KeyRows {
-  const void* k = nullptr;
-  const void* v = nullptr;
-  int64_t k_batch = 0, k_row = 0, k_head = 0;
-  int64_t v_batch = 0, v_row = 0, v_head = 0;
-};
-
 // One piece of work: the queries of one KV head of one request against a range of its context rows, and in
 // the last piece of a request also against its segment and block.
 struct AttentionUnit {
