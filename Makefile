@@ -1,5 +1,5 @@
-# make demo | test | test-vllm | bench | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
-# make demo | test | test-all | bench | gpu-check | lint | wheel | clean.  Everything is installed into .venv; repeated calls are quick.
+# make demo | test | test-all | test-vllm | bench | gpu-check | lint | wheel | clean.  All is installed into .venv (vLLM: into
+# .venv-vllm); repeated calls are quick.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
