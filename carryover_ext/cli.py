@@ -1,4 +1,4 @@
-"""``carryover demo | generate | bench | record | train | evaluate | export | env``.
+"""``carryover demo | generate | bench | record | train | evaluate | results | export | env``.
 
 Nothing heavy is imported before the arguments are understood: ``carryover --help`` answers at once.
 """
@@ -6,6 +6,7 @@ Nothing heavy is imported before the arguments are understood: ``carryover --hel
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -16,10 +17,12 @@ from . import __version__, bench
 
 TARGET = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
+# name: what it does, and the module of carryover_ext.training that does it
 TRAINING = {
-    "record": "let the target answer prompts, for training",
-    "train": "train a drafter on recordings: baseline, then parallel draft-verify-draft",
-    "evaluate": "acceptance length of drafters on held-out recordings",
+    "record": ("let the target answer prompts, for training", "commands"),
+    "train": ("train a drafter on recordings: baseline, then parallel draft-verify-draft", "commands"),
+    "evaluate": ("acceptance length of drafters on held-out recordings", "evaluate"),
+    "results": ("a page and plots from what `evaluate` and `bench` wrote", "results"),
 }
 
 
@@ -259,11 +262,10 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         add_arguments(one)
         one.set_defaults(run=run)
-    for name, text in TRAINING.items():
+    for name, (text, module) in TRAINING.items():
         one = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == command:
-            from .training import commands as training
-
+            training = importlib.import_module(f".training.{module}", __package__)
             getattr(training, f"add_{name}_arguments")(one)
             one.set_defaults(run=getattr(training, f"run_{name}"))
     return parser

@@ -30,7 +30,9 @@ def test_version(capsys):
     assert e.value.code == 0 and __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "bench", "env", "record", "train", "evaluate"])
+@pytest.mark.parametrize(
+    "command", ["demo", "generate", "bench", "env", "record", "train", "evaluate", "results"]
+)
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as e:
         main([command, "--help"])

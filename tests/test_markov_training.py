@@ -267,7 +267,9 @@ def test_train_and_evaluate_commands(tmp_path, capsys):
     assert "--drafter dflash: --init" in capsys.readouterr().err
     run = ["evaluate", *common, f"--recordings={tmp_path}/rec", f"--drafter={tmp_path}/b/checkpoint"]
     assert not main([*run, f"--out={tmp_path}/result.json"])
-    assert {"carryover-off", "carryover"} <= set(json.loads((tmp_path / "result.json").read_text()))
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert set(found["arms"]) == {"carryover-off", "carryover"} and found["settings"]["drafter"] == "markov"
+    assert set(found["gains"]) == {"carryover/carryover-off"} and found["tasks"][-1] == "all"
 
 
 def test_a_head_is_added_to_a_dflash_checkpoint(tmp_path):

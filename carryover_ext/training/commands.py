@@ -1,9 +1,8 @@
-"""`carryover record`, `carryover train`, `carryover evaluate`: arguments and what they run."""
+"""`carryover record` and `carryover train`: arguments and what they run."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from carryover_ext.cli import positive, temperature
 from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig, default_target_layer_ids
-from carryover_ext.training.evaluation import Tally
-from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic, write_atomic
+from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
 # every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
@@ -66,7 +64,7 @@ def run_record(args: argparse.Namespace) -> int:
             TappedTarget(model), stop_token_ids=stop_token_ids(model), batch=args.batch, **common
         )
     settings = {"target": str(args.target), "backend": args.backend, "batch": args.batch, **common}
-    with _progress("recording") as bar:
+    with progress_bar("recording") as bar:
         task = bar.add_task("recording", total=len(prompts), note="")
         start = time.monotonic()
 
@@ -116,12 +114,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         if f.name == "objective":
             parser.add_argument(name, choices=OBJECTIVES, default=f.default)
         elif f.name == "temperature":
-            _add_temperature(parser)
+            add_temperature(parser)
         else:
             parser.add_argument(name, type=type(f.default), default=f.default)
 
 
-def _add_temperature(parser: argparse.ArgumentParser) -> None:
+def add_temperature(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
@@ -129,7 +127,7 @@ def _add_temperature(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _temperature(args: argparse.Namespace) -> float:
+def recorded_temperature(args: argparse.Namespace) -> float:
     """What the recordings were drawn with; ValueError where ``--temperature`` contradicts their manifest."""
     recorded = recorded_settings(args.recordings).get("temperature")
     given: float | None = args.temperature
@@ -139,7 +137,7 @@ def _temperature(args: argparse.Namespace) -> float:
     return float(value or 0)
 
 
-def _progress(title: str, console: Any = None) -> Any:
+def progress_bar(title: str, console: Any = None) -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
@@ -152,17 +150,20 @@ def _progress(title: str, console: Any = None) -> Any:
     )
 
 
-def _store(recordings: Path, features: Path, *, holdout: bool) -> Any:
+def open_store(recordings: Path, features: Path, *, holdout: bool | None) -> Any:
+    """Recordings with features: those held out (True), those to train on (False), or all (None)."""
     from carryover_ext.training.features import FeatureStore
 
-    return FeatureStore(recordings, features, keep=lambda index: (index % HOLDOUT == 0) == holdout)
+    return FeatureStore(
+        recordings, features, keep=lambda index: holdout is None or (index % HOLDOUT == 0) == holdout
+    )
 
 
-def _features(args: argparse.Namespace, target: Any) -> Path:
+def make_features(args: argparse.Namespace, target: Any) -> Path:
     from carryover_ext.training.features import build_features
 
     folder: Path = args.features or args.recordings.with_name(args.recordings.name + "-features")
-    with _progress("target features") as bar:
+    with progress_bar("target features") as bar:
         task = bar.add_task("features", total=None, note="shards")
         build_features(
             args.recordings,
@@ -268,7 +269,7 @@ def run_train(args: argparse.Namespace) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.temperature = _temperature(args)
+    args.temperature = recorded_temperature(args)
     settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
     model, _ = load_target(args.target)
     config, weights, vocab = _start(args, model)
@@ -278,8 +279,8 @@ def run_train(args: argparse.Namespace) -> int:
     ranks = from_environment()
     if not ranks.first:
         ranks.barrier()  # the first process makes what the others read: features and the start
-    folder = _features(args, target)
-    store = _store(args.recordings, folder, holdout=False)
+    folder = make_features(args, target)
+    store = open_store(args.recordings, folder, holdout=False)
     start = args.out / "start.pt"
     if start.exists():  # a resumed run keeps what it began with, also when recordings were added since
         begun = load_saved(start)
@@ -324,7 +325,7 @@ def run_train(args: argparse.Namespace) -> int:
         f"{len(store)} recordings; a step: {operations / 1e9:.0f} GFLOP, ceiling of a process "
         f"{ceiling / 1e9:.0f} GFLOP/s"
     )
-    with _progress("training", console) as bar:
+    with progress_bar("training", console) as bar:
         task = bar.add_task("training", total=settings.steps, note="")
 
         def show(row: dict[str, float]) -> None:
@@ -349,115 +350,3 @@ def run_train(args: argparse.Namespace) -> int:
     console.print(f"trained {settings.steps} steps; checkpoint in {checkpoint}", soft_wrap=True)
     ranks.close()
     return 0
-
-
-def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--recordings", type=Path, required=True)
-    parser.add_argument("--features", type=Path)
-    parser.add_argument("--drafter", type=Path, help="Carryover checkpoint (arms OFF and ON)")
-    parser.add_argument("--baseline", type=Path, help="baseline checkpoint")
-    parser.add_argument("--limit", type=positive, default=96, help="held-out recordings")
-    parser.add_argument("--batch", type=positive, default=32)
-    parser.add_argument("--threads", type=positive)
-    parser.add_argument("--out", type=Path, help="JSON file")
-    _add_temperature(parser)
-
-
-def run_evaluate(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    from carryover_ext import report
-    from carryover_ext.bench import check_out
-    from carryover_ext.pretrained import load_target
-    from carryover_ext.training.draft_verify_draft import Head
-    from carryover_ext.training.evaluation import Arm, as_compute, evaluate_arms
-    from carryover_ext.training.target_pass import TargetPass
-
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if args.drafter is None and args.baseline is None:
-        raise ValueError("--drafter or --baseline: name at least one checkpoint")
-    if args.out:
-        check_out(args.out.parent)
-        if args.out.is_dir():
-            raise ValueError(f"--out {args.out}: is a folder; name a JSON file")
-    model, _ = load_target(args.target)
-    arms: list[Arm] = []
-    vocab: Tensor | None = None
-    for folder, names in ((args.baseline, ("dflash",)), (args.drafter, ("carryover-off", "carryover"))):
-        if folder is None:
-            continue
-        config = DrafterConfig.from_pretrained(folder)
-        weights, own = load_weights(folder)
-        if arms and not (
-            own is vocab is None or (own is not None and vocab is not None and torch.equal(own, vocab))
-        ):
-            raise ValueError(
-                f"--drafter {folder} and --baseline {args.baseline} have different draft vocabularies"
-            )
-        if arms and config.target_layer_ids != arms[0].config.target_layer_ids:
-            raise ValueError(
-                f"--drafter {folder} taps layers {config.target_layer_ids} and --baseline {args.baseline} "
-                f"{arms[0].config.target_layer_ids}; evaluate them one by one, each with its own --features"
-            )
-        vocab = own
-        for name in names if config.carryover else ("dflash",):
-            arms.append(Arm(name, as_compute(weights, model.dtype), config, name == "carryover"))
-    target = TargetPass(model, arms[0].config.target_layer_ids)
-    store = _store(args.recordings, _features(args, target), holdout=True)
-    head = Head.make(target, vocab)
-    with _progress("replaying") as bar:
-        task = bar.add_task("replaying", total=min(args.limit, len(store)), note="")
-        tallies = evaluate_arms(
-            arms,
-            head,
-            store,
-            target,
-            limit=args.limit,
-            batch=args.batch,
-            temperature=_temperature(args),
-            progress=lambda done, n: bar.update(task, completed=done, total=n),
-        )
-    console = Console()
-    shown = [a.name for a in arms]
-    categories = tallies[shown[0]].categories()
-    table = Table("task", *shown, title="acceptance length on held-out recordings")
-    for c in (*categories, None):
-        table.add_row(c or "all", *(f"{tallies[n].acceptance_length(c):.3f}" for n in shown))
-    console.print(table)
-    gains = {
-        over: _gain(tallies["carryover"], tallies[over])
-        for over in ("dflash", "carryover-off")
-        if "carryover" in tallies and over in tallies
-    }
-    for over, gain in gains.items():
-        console.print(report.gain_text("carryover", over, gain, "recordings"), soft_wrap=True)
-    if "carryover" in tallies:
-        console.print(_why(tallies["carryover"].figures()), soft_wrap=True)
-    if args.out:
-        result: dict[str, Any] = {
-            n: {"all": t.figures(), **{c: t.figures(c) for c in categories}} for n, t in tallies.items()
-        }
-        result["gain of carryover over"] = gains
-        write_atomic(args.out, json.dumps(result, indent=1) + "\n")
-    return 0
-
-
-def _gain(mine: Tally, other: Tally) -> dict[str, float]:
-    from carryover_ext.report import paired_gain
-
-    both = zip(mine.recordings, other.recordings, strict=True)
-    pairs = [tuple((r.committed, int(r.counts["rounds"])) for r in pair) for pair in both]
-    return paired_gain([(a, b) for a, b in pairs if a[1] and b[1]])
-
-
-def _why(f: dict[str, float]) -> str:
-    """What the carried rows did, in words for people."""
-    return (
-        f"carried rows: {f['carried_rows']:.1f} a round, {f['attention_mass']:.1%} of the attention; "
-        f"recall@1 {f['off_recall1']:.1%} without them, {f['recall1']:.1%} with; "
-        f"@16 {f['off_recall16']:.1%}, {f['recall16']:.1%}; "
-        f"{f['reconvergence']:.1%} of the refused drafts are right in their place"
-    )
