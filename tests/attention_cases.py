@@ -26,11 +26,13 @@ class Case:
     soft_cap: float = 0.0
     sinks: bool = False
     ragged_block: bool = False
+    sink_level: float = 0.0  # at the logarithm of the number of keys a sink that is left out shows
     spread: float = 1.0  # of the queries: larger makes the softmax sharper
 
     def __str__(self) -> str:
         flags = [n for n in ("causal", "sinks", "ragged_block") if getattr(self, n)]
         flags += [f"w{self.window}"] * (self.window > 0) + [f"cap{self.soft_cap:g}"] * (self.soft_cap > 0)
+        flags += [f"level{self.sink_level:g}"] * (self.sink_level != 0)
         flags += [f"x{self.spread:g}"] * (self.spread != 1)
         heads = f"n{self.kv_heads}x{self.group}-d{self.d}"
         sizes = f"B{self.batch}-b{self.rows}-{heads}-c{self.context}-s{self.segment}"
@@ -100,7 +102,7 @@ def build(case: Case) -> Call:
         "causal": case.causal,
         "window": case.window,
         "soft_cap": case.soft_cap,
-        "sinks": torch.randn(nkv * case.group) if case.sinks else None,
+        "sinks": torch.randn(nkv * case.group) + case.sink_level if case.sinks else None,
         "block_lens": block if case.ragged_block else None,
     }
     positional = [q, k_cache, v_cache, context, k_segment, v_segment, segment, k_block, v_block, table]

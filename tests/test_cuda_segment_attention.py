@@ -50,7 +50,8 @@ def test_mixed(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("context", (511, 2048, 9000))
 @pytest.mark.parametrize("window", (0, 700))
 def test_long_contexts(context: int, window: int, d: int, dtype: torch.dtype) -> None:
-    check(Case(batch=2, rows=16, group=4, d=d, context=context, window=window, sinks=True), dtype)
+    case = Case(rows=16, group=4, d=d, context=context, window=window, sinks=True, sink_level=5)
+    check(case, dtype)
 
 
 @pytest.mark.parametrize("batch,rows", [(0, 4), (3, 0), (0, 0)])

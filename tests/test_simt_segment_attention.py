@@ -160,7 +160,9 @@ def test_lengths_all(context: int, page: int | None, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("window", (0, 5, 600))
 @pytest.mark.parametrize("context", (300, 511, 1300))
 def test_pieces(context: int, window: int, pieces: int) -> None:
-    case = Case(batch=3, rows=5, kv_heads=1, group=3, context=context, window=window, sinks=True)
+    case = Case(
+        batch=3, rows=5, kv_heads=1, group=3, context=context, window=window, sinks=True, sink_level=5
+    )
     check(case, torch.bfloat16, pieces)
 
 

@@ -41,7 +41,7 @@ FAULTS = {
     "no-sink": ("if (p.sinks == nullptr)", "if (p.sinks == nullptr || p.plan.pieces > 1)"),
 }
 CASES = (
-    (Case(batch=2, rows=8, group=2, context=200, d=64, window=150, causal=True, sinks=True), 2),
+    (Case(batch=2, rows=8, group=2, context=200, d=64, window=150, causal=True, sinks=True, sink_level=5), 2),
     (Case(batch=3, rows=16, group=4, context=150, d=64, segment=15, ragged_block=True), 1),
 )
 ORDERS = (*SCHEDULES, *(Schedule("random", seed=seed) for seed in (1, 2)))
