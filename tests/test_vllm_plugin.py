@@ -146,7 +146,8 @@ def test_a_plan_that_carries(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_mistakes_are_errors(changes: dict, message: str) -> None:
+def test_mistakes_are_errors(changes: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compat.ENVIRONMENT, raising=False)
     with pytest.raises(ValueError, match=message):
         checks.make_plan(config(**changes))
 
@@ -178,6 +179,8 @@ def test_what_is_not_known_turns_carrying_off(changes: dict, reason: str, monkey
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compat.ENVIRONMENT, "OFF")
     assert checks.make_plan(config()).off == "CARRYOVER=off is set"
+    after = config(draft__carryover_config={"carry_embed_at": "post_norm"})
+    assert checks.make_plan(after).off == "CARRYOVER=off is set"  # the remedy that the error names
     monkeypatch.setenv(compat.ENVIRONMENT, "0")
     with pytest.raises(ValueError, match="CARRYOVER='0': must be 'on' or 'off'"):
         checks.make_plan(config())
