@@ -28,6 +28,7 @@ def world(tmp_path_factory):
     save_drafter(folder / "other", False, seed=3)
     save_drafter(folder / "deep", True, num_target_layers=9)
     save_drafter(folder / "wide", True, vocab_size=VOCAB + 8)
+    save_drafter(folder / "scaled", True, input_embedding_scale=8.0)
     config = DrafterConfig.from_pretrained(folder / "plain")
     DFlashDrafter(config, mask_embedding=True).save_pretrained(folder / "mask")
     config.markov_rank, config.architectures, config.markov_head_type = 4, [DSPARK], "gated"
@@ -43,6 +44,7 @@ def world(tmp_path_factory):
         ("deep", None, "num_layers=4: the drafter was made for a target of num_target_layers=9"),
         ("wide", None, f"has {VOCAB} rows: the drafter has vocab_size={VOCAB + 8}"),
         ("mask", None, r"--drafter .*mask: config: mask_embedding"),
+        ("scaled", None, "config: input_embedding_scale"),
         ("gated", None, r"--drafter .*gated: config: markov_head_type"),
     ],
 )
@@ -52,6 +54,21 @@ def test_what_would_be_wrong_is_refused(world, capsys, drafter, baseline, messag
     with pytest.raises(ValueError, match=message):
         main(["--traceback", *run, *names])
     assert not (folder / "x.json").exists()
+
+
+def test_other_temperatures_are_refused(world):
+    folder, run = world
+    drafts = f"--drafter={folder}/carry"
+    manifest = folder / "rec" / "manifest.json"
+    before = manifest.read_text()
+    manifest.write_text(json.dumps(json.loads(before) | {"temperature": 0.7}))
+    try:
+        with pytest.raises(
+            ValueError, match=r"temperature=0.7: recordings to evaluate on are made at 0 or 1"
+        ):
+            main(["--traceback", *run, drafts])
+    finally:
+        manifest.write_text(before)
 
 
 def test_each_arm_counts_every_recording_once(world):

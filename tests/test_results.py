@@ -104,7 +104,8 @@ def test_decoded_documents_are_shown():
         ('{"format": "carryover-evaluate/1"}', "lacks settings, tasks, arms, gains; make it again"),
         ('{"format": "carryover-bench/1"}', "lacks settings, rows, al_gain; make it again"),
         (
-            '{"format": "carryover-evaluate/1", "settings": {}, "tasks": [], "gains": {}, "arms": {"dflash": 1}}',
+            '{"format": "carryover-evaluate/1", "settings": {}, "tasks": [], "gains": {}, '
+            '"arms": {"dflash": 1}}',
             "no Carryover arm, only dflash",
         ),
     ],

@@ -117,6 +117,8 @@ def run_evaluate(args: argparse.Namespace) -> int:
         if args.out.is_dir():
             raise ValueError(f"--out {args.out}: is a folder; name a JSON file")
     temperature = recorded_temperature(args)
+    if temperature not in (0, 1):
+        raise ValueError(f"temperature={temperature}: recordings to evaluate on are made at 0 or 1")
     model, _ = load_target(args.target)
     arms, vocab = _load_arms(args, model.dtype)
     target = TargetPass(model, arms[0].config.target_layer_ids)
