@@ -71,6 +71,23 @@ def test_other_temperatures_are_refused(world):
         manifest.write_text(before)
 
 
+def test_features_of_another_target_are_refused(world):
+    folder, run = world
+    names = [*run[2:-1], f"--drafter={folder}/carry", f"--out={folder}/first.json"]
+    assert not main([*run[:2], *names])
+    save_target(folder / "twin", seed=9)
+    with pytest.raises(ValueError, match="holds features made with"):
+        main(["--traceback", "evaluate", f"--target={folder}/twin", *names])
+    path = folder / "rec-features" / "features.json"
+    before = path.read_text()
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"features.json: damaged"):
+        main(["--traceback", *run[:2], *names])
+    path.write_text(json.dumps({k: v for k, v in json.loads(before).items() if k != "target"}))
+    assert not main([*run[:2], *names])  # made by an earlier version
+    path.write_text(before)
+
+
 def test_each_arm_counts_every_recording_once(world):
     folder, run = world
     out = folder / "both.json"
