@@ -117,7 +117,7 @@ def export_checkpoint(
     config = _with_embedding(config, tensors, plain, warm_start, str(source))
     embed, head = (None, None) if target is None else target_weights(target)
     if embed is not None and head is not None:
-        check_target(config, embed, head, None, None, None)
+        check_target(config, embed, head, _target_layers(str(target)), None, None)
     checkpoint = _Checkpoint(config, tensors, head, embed, target, notes)
     writer: dict[str, Callable[[_Checkpoint], dict[str, Any]]] = {
         "vllm": _to_vllm,
@@ -201,6 +201,14 @@ def target_weights(target: str) -> tuple[Tensor, Tensor]:
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 
+def _target_layers(target: str) -> int:
+    from transformers import AutoConfig
+
+    from .pretrained import target_path
+
+    return int(AutoConfig.from_pretrained(target_path(target)).get_text_config().num_hidden_layers)
+
+
 def _head_rows(c: _Checkpoint, to: str) -> Tensor:
     if c.head is None:
         raise ValueError(
@@ -278,6 +286,8 @@ def _to_zlab(c: _Checkpoint) -> dict[str, Any]:
 def _to_speculators(c: _Checkpoint) -> dict[str, Any]:
     from transformers import Qwen3Config
 
+    from .pretrained import target_path
+
     _check_engine(c, "speculators")
     config = c.config
     if c.target is None or c.embed is None:
@@ -326,7 +336,8 @@ def _to_speculators(c: _Checkpoint) -> dict[str, Any]:
             "algorithm": "dspark" if c.markov else "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-            "verifier": {"name_or_path": c.target, "architectures": []},
+            # A short name of this package says nothing to another reader.
+            "verifier": {"name_or_path": target_path(c.target), "architectures": []},
         },
     }
     if c.markov:

@@ -211,6 +211,9 @@ def test_errors(tmp_path: Path, target: Path) -> None:
     other = make(tmp_path / "wide", vocab_size=VOCAB + 8)
     with pytest.raises(ValueError, match=r"has 272 rows: the drafter has vocab_size=280"):
         export_checkpoint(other, tmp_path / "out", "speculators", target=str(target))
+    deep = make(tmp_path / "deep", num_target_layers=9)
+    with pytest.raises(ValueError, match=r"num_layers=4: .* made for a target of num_target_layers=9"):
+        export_checkpoint(deep, tmp_path / "out", "speculators", target=str(target))
     anchor_first = make(tmp_path / "first", sample_from_anchor=True)
     with pytest.raises(ValueError, match="anchor-first layout for DSpark drafters only"):
         export_checkpoint(anchor_first, tmp_path / "out", "vllm")
@@ -230,6 +233,15 @@ def test_an_embedding_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(ValueError, match="no tensor 'carryover_embedding'"):
         export_checkpoint(source, tmp_path / "out", "zlab")
+
+
+def test_a_short_name_of_the_target_is_spelt_out(tmp_path: Path, target: Path, monkeypatch) -> None:
+    from carryover_ext import pretrained
+
+    monkeypatch.setattr(pretrained, "target_path", {"short": str(target)}.get)
+    export_checkpoint(make(tmp_path / "own"), tmp_path / "out", "speculators", target="short")
+    verifier = config_of(tmp_path / "out")["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(target)
 
 
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
