@@ -19,9 +19,13 @@ import torch
 from torch import Tensor
 
 from .config import DSPARK, CarryoverConfig, DrafterConfig
+from .drafters import DFlashDrafter, MarkovDrafter
 from .drafters.checkpoint import (
+    MASK_FILE,
+    WEIGHTS,
     check_draft_vocabulary,
     check_target,
+    check_tensors,
     read_tensors,
     reduced_vocabulary,
     write_tensors,
@@ -30,7 +34,16 @@ from .integrations.vllm import DFLASH_ARCHITECTURE, DSPARK_ARCHITECTURE
 
 EMBEDDING = "carryover_embedding"
 FORMATS = ("vllm", "speculators", "zlab")
-MASK_FILE = "mask_embedding.pt"  # where vLLM looks for a learned mask embedding
+WRITTEN = frozenset(  # architectures of what this module writes, which it may write again
+    {
+        DFLASH_ARCHITECTURE,
+        DSPARK_ARCHITECTURE,
+        DSPARK,
+        "DFlashDraftModel",
+        "DFlashSpeculator",
+        "DSparkSpeculator",
+    }
+)
 
 
 @dataclass
@@ -77,10 +90,15 @@ def export_checkpoint(
         warm_start: add a zero carryover embedding to a checkpoint that has none. It drafts like the original
             as long as nothing is carried, and is where Carryover training starts.
 
-    Raises ValueError for a combination that the reader could not use, FileNotFoundError for a missing folder.
+    A drafter that lies in ``out`` is replaced; any other content is not touched.
+
+    Raises ValueError for a combination that the reader could not use, for a source that does not fit its
+    config and for a folder ``out`` that holds something else, FileNotFoundError for a missing folder.
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r}: must be one of {', '.join(FORMATS)}")
+    if to == "zlab" and warm_start:
+        raise ValueError("warm_start: the zlab layout has no carryover embedding; export to 'vllm'")
     if plain and warm_start:
         raise ValueError(
             "plain and warm_start exclude each other: one drops the embedding, the other adds it"
@@ -89,7 +107,9 @@ def export_checkpoint(
         raise ValueError(
             f"out={str(out)!r} is the source folder: choose another, nothing is overwritten in place"
         )
+    _check_out(Path(out))
     config, tensors = DrafterConfig.from_pretrained(source), read_tensors(source)
+    _check_source(config, tensors, source)
     for name in ("embed_tokens.weight", "lm_head.weight"):
         tensors.pop(name, None)  # copies of the target's; written again where the reader wants them
     check_draft_vocabulary(tensors.get("d2t"), config.vocab_size)
@@ -97,9 +117,9 @@ def export_checkpoint(
     config = _with_embedding(config, tensors, plain, warm_start, str(source))
     embed, head = (None, None) if target is None else target_weights(target)
     if embed is not None and head is not None:
-        check_target(config, embed, head, None, None, None)
+        check_target(config, embed, head, _target_layers(str(target)), None, None)
     checkpoint = _Checkpoint(config, tensors, head, embed, target, notes)
-    writer: dict[str, Callable[[_Checkpoint, Path], dict[str, Any]]] = {
+    writer: dict[str, Callable[[_Checkpoint], dict[str, Any]]] = {
         "vllm": _to_vllm,
         "speculators": _to_speculators,
         "zlab": _to_zlab,
@@ -107,10 +127,45 @@ def export_checkpoint(
     folder = Path(out)
     if "sliding_attention" in (config.layer_types or ()):
         config.extra["use_sliding_window"] = True  # without it Transformers' Qwen3Config drops the window
-    values = writer[to](checkpoint, folder)
+    values = writer[to](checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    mask = checkpoint.tensors.pop("mask_embedding", None) if to == "vllm" else None
+    if mask is None:
+        (folder / MASK_FILE).unlink(missing_ok=True)  # of the drafter that lay here before
+    else:
+        torch.save({"mask_token_id": config.mask_token_id, "embedding": mask}, folder / MASK_FILE)
     write_tensors(folder, checkpoint.tensors)
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     return Written(folder, values["architectures"], notes)
+
+
+def _check_out(out: Path) -> None:
+    """ValueError unless ``out`` is free or holds a drafter: a target's weights have the same name."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"out={str(out)!r}: is a file; name a folder")
+    if not any((out / name).exists() for name in ("config.json", WEIGHTS)):
+        return
+    try:
+        found = json.loads((out / "config.json").read_text())["architectures"]
+        drafter = not WRITTEN.isdisjoint(found)
+    except (OSError, ValueError, KeyError, TypeError):
+        found, drafter = "none readable", False
+    if not drafter:
+        raise ValueError(
+            f"out={str(out)!r}: holds something else than a drafter (architectures: {found}), which would be "
+            "overwritten; name another folder"
+        )
+
+
+def _check_source(config: DrafterConfig, tensors: dict[str, Tensor], source: str | Path) -> None:
+    """ValueError unless the tensors are those of the config, the carryover embedding aside."""
+    with torch.device("meta"):
+        kind = MarkovDrafter if config.markov_rank > 0 else DFlashDrafter
+        expected = kind(config, mask_embedding="mask_embedding" in tensors).state_dict()
+    expected.pop(EMBEDDING, None)
+    check_tensors({k: v for k, v in tensors.items() if k != EMBEDDING}, expected, source)
 
 
 def _with_embedding(
@@ -146,6 +201,14 @@ def target_weights(target: str) -> tuple[Tensor, Tensor]:
     return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
 
+def _target_layers(target: str) -> int:
+    from transformers import AutoConfig
+
+    from .pretrained import target_path
+
+    return int(AutoConfig.from_pretrained(target_path(target)).get_text_config().num_hidden_layers)
+
+
 def _head_rows(c: _Checkpoint, to: str) -> Tensor:
     if c.head is None:
         raise ValueError(
@@ -176,12 +239,17 @@ def _check_engine(c: _Checkpoint, to: str) -> None:
             "this "
             "package's engine"
         )
+    if config.carryover and config.carry_embed_at != "pre_norm":
+        c.notes.append(
+            f"carry_embed_at={config.carry_embed_at!r}: vLLM drafts with it under CARRYOVER=off only, "
+            "without the carried rows"
+        )
     scale = config.input_embedding_scale
     if scale is not None and scale != 1:
         raise ValueError(f"input_embedding_scale={scale}: vLLM's DFlash does not scale its embeddings")
 
 
-def _to_vllm(c: _Checkpoint, folder: Path) -> dict[str, Any]:
+def _to_vllm(c: _Checkpoint) -> dict[str, Any]:
     _check_engine(c, "vllm")
     _reduce(c, "vllm")
     if c.config.carryover:
@@ -189,14 +257,10 @@ def _to_vllm(c: _Checkpoint, folder: Path) -> dict[str, Any]:
         c.notes.append("vLLM needs carryover_ext installed beside it to load this folder")
     else:
         architectures = [DSPARK] if c.markov else ["DFlashDraftModel"]
-    mask = c.tensors.pop("mask_embedding", None)
-    if mask is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"mask_token_id": c.config.mask_token_id, "embedding": mask}, folder / MASK_FILE)
     return dataclasses.replace(c.config, architectures=architectures).to_dict()
 
 
-def _to_zlab(c: _Checkpoint, folder: Path) -> dict[str, Any]:
+def _to_zlab(c: _Checkpoint) -> dict[str, Any]:
     if c.tensors.pop(EMBEDDING, None) is not None:
         c.notes.append("the carryover embedding is left out: this layout's readers do not know it")
     ids = c.tensors.pop("d2t", None)
@@ -219,8 +283,10 @@ def _to_zlab(c: _Checkpoint, folder: Path) -> dict[str, Any]:
     return config.to_dict()
 
 
-def _to_speculators(c: _Checkpoint, folder: Path) -> dict[str, Any]:
+def _to_speculators(c: _Checkpoint) -> dict[str, Any]:
     from transformers import Qwen3Config
+
+    from .pretrained import target_path
 
     _check_engine(c, "speculators")
     config = c.config
@@ -270,7 +336,8 @@ def _to_speculators(c: _Checkpoint, folder: Path) -> dict[str, Any]:
             "algorithm": "dspark" if c.markov else "dflash",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-            "verifier": {"name_or_path": c.target, "architectures": []},
+            # A short name of this package says nothing to another reader.
+            "verifier": {"name_or_path": target_path(c.target), "architectures": []},
         },
     }
     if c.markov:

@@ -110,6 +110,15 @@ def test_vllm_reads_a_learned_mask_from_a_file(tmp_path: Path, target: Path) -> 
     state = torch.load(tmp_path / "out" / "mask_embedding.pt", weights_only=True)
     assert state["mask_token_id"] == config.mask_token_id
     assert torch.equal(state["embedding"], drafter.mask_embedding.detach())
+    # It is still there when this package reads the folder, and gone with the drafter that it belongs to.
+    assert torch.equal(drafts(tmp_path / "own", target, True), drafts(tmp_path / "out", target, True))
+    export_checkpoint(tmp_path / "out", tmp_path / "zlab", "zlab")
+    assert torch.equal(tensors_of(tmp_path / "zlab")["mask_embedding"], state["embedding"])
+    export_checkpoint(save_drafter(tmp_path / "other", True), tmp_path / "out", "vllm")
+    assert not (tmp_path / "out" / "mask_embedding.pt").exists()
+    (tmp_path / "out" / "mask_embedding.pt").write_bytes(b"no")
+    with pytest.raises(ValueError, match=r"mask_embedding.pt: corrupt"):
+        load_drafter(tmp_path / "out")
 
 
 @pytest.mark.parametrize("markov", [False, True], ids=["dflash", "markov"])
@@ -196,12 +205,15 @@ def test_errors(tmp_path: Path, target: Path) -> None:
     with pytest.raises(ValueError, match="has a carryover embedding already"):
         export_checkpoint(source, tmp_path / "out", "vllm", target=str(target), warm_start=True)
     with pytest.raises(ValueError, match="exclude each other"):
-        export_checkpoint(source, tmp_path / "out", "zlab", plain=True, warm_start=True)
+        export_checkpoint(source, tmp_path / "out", "vllm", plain=True, warm_start=True)
     with pytest.raises(ValueError, match="is the source folder"):
         export_checkpoint(source, source, "zlab")
     other = make(tmp_path / "wide", vocab_size=VOCAB + 8)
     with pytest.raises(ValueError, match=r"has 272 rows: the drafter has vocab_size=280"):
         export_checkpoint(other, tmp_path / "out", "speculators", target=str(target))
+    deep = make(tmp_path / "deep", num_target_layers=9)
+    with pytest.raises(ValueError, match=r"num_layers=4: .* made for a target of num_target_layers=9"):
+        export_checkpoint(deep, tmp_path / "out", "speculators", target=str(target))
     anchor_first = make(tmp_path / "first", sample_from_anchor=True)
     with pytest.raises(ValueError, match="anchor-first layout for DSpark drafters only"):
         export_checkpoint(anchor_first, tmp_path / "out", "vllm")
@@ -221,6 +233,52 @@ def test_an_embedding_that_is_missing_is_named(tmp_path: Path) -> None:
     save_file(tensors, source / "model.safetensors")
     with pytest.raises(ValueError, match="no tensor 'carryover_embedding'"):
         export_checkpoint(source, tmp_path / "out", "zlab")
+
+
+def test_a_short_name_of_the_target_is_spelt_out(tmp_path: Path, target: Path, monkeypatch) -> None:
+    from carryover_ext import pretrained
+
+    monkeypatch.setattr(pretrained, "target_path", {"short": str(target)}.get)
+    export_checkpoint(make(tmp_path / "own"), tmp_path / "out", "speculators", target="short")
+    verifier = config_of(tmp_path / "out")["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(target)
+
+
+def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
+    source, target = make(tmp_path / "own"), save_target(tmp_path / "target")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with pytest.raises(ValueError, match=r"holds something else than a drafter .*LlamaForCausalLM"):
+        export_checkpoint(source, target, "vllm", target=str(target))
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        export_checkpoint(source, tmp_path / "file", "vllm")
+    for _ in range(2):  # an earlier export is replaced
+        export_checkpoint(source, tmp_path / "out", "vllm")
+
+
+def test_a_damaged_source_is_not_exported(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    source = make(tmp_path / "own", carryover=False)
+    tensors = tensors_of(source)
+    del tensors["fc.weight"]
+    save_file(tensors, source / "model.safetensors")
+    for warm_start in (False, True):
+        with pytest.raises(ValueError, match=r"missing \['fc.weight'\]"):
+            export_checkpoint(source, tmp_path / "out", "vllm", warm_start=warm_start)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_reader_cannot_do_is_said(tmp_path: Path) -> None:
+    source = make(tmp_path / "own", carryover=False)
+    with pytest.raises(ValueError, match="the zlab layout has no carryover embedding"):
+        export_checkpoint(source, tmp_path / "out", "zlab", warm_start=True)
+    config = DrafterConfig.from_pretrained(make(tmp_path / "post"))
+    config.carryover_config = CarryoverConfig(carry_embed_at="post_norm")
+    config.save_pretrained(tmp_path / "post")
+    notes = export_checkpoint(tmp_path / "post", tmp_path / "out", "vllm").notes
+    assert any("carry_embed_at='post_norm'" in note for note in notes)
 
 
 def test_command(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:

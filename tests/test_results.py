@@ -101,8 +101,11 @@ def test_decoded_documents_are_shown():
         ("[1, 2]", "not a JSON object"),
         ("{", "not a JSON object"),
         ('{"format": "other"}', "format 'other'; expected 'carryover-evaluate/1' or 'carryover-bench/1'"),
+        ('{"format": "carryover-evaluate/1"}', "lacks settings, tasks, arms, gains; make it again"),
+        ('{"format": "carryover-bench/1"}', "lacks settings, rows, al_gain; make it again"),
         (
-            '{"format": "carryover-evaluate/1", "gains": {}, "arms": {"dflash": 1}}',
+            '{"format": "carryover-evaluate/1", "settings": {}, "tasks": [], "gains": {}, '
+            '"arms": {"dflash": 1}}',
             "no Carryover arm, only dflash",
         ),
     ],
@@ -121,6 +124,24 @@ def test_correlation():
     assert correlation([(0, 1), (1, 3), (2, 0), (3, 4)]) == pytest.approx(0.4242640687)
     assert correlation([(0, 1), (1, 3)]) is None and correlation([(0, 1), (1, 1), (2, 1)]) is None
     assert len(points([example()])) == 2
+
+
+def test_the_page_takes_no_place_that_is_taken(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(example()))
+    assert main(["results", str(path), f"--out={path}"]) == 2
+    assert "is one of the files to read" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    assert main(["results", str(path), f"--out={tmp_path}/folder"]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "folder"]
+    assert json.loads(path.read_text()) == example()
+
+
+def test_a_task_without_refused_drafts_is_no_point():
+    doc = example()
+    doc["arms"]["carryover"]["chat"]["reconvergence"] = math.nan
+    assert [p[2] for p in points([doc])] == ["code"]
 
 
 def test_missing_figures_are_dashes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import subprocess
 import sys
@@ -146,7 +147,8 @@ def test_a_plan_that_carries(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_mistakes_are_errors(changes: dict, message: str) -> None:
+def test_mistakes_are_errors(changes: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compat.ENVIRONMENT, raising=False)
     with pytest.raises(ValueError, match=message):
         checks.make_plan(config(**changes))
 
@@ -178,6 +180,8 @@ def test_what_is_not_known_turns_carrying_off(changes: dict, reason: str, monkey
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compat.ENVIRONMENT, "OFF")
     assert checks.make_plan(config()).off == "CARRYOVER=off is set"
+    after = config(draft__carryover_config={"carry_embed_at": "post_norm"})
+    assert checks.make_plan(after).off == "CARRYOVER=off is set"  # the remedy that the error names
     monkeypatch.setenv(compat.ENVIRONMENT, "0")
     with pytest.raises(ValueError, match="CARRYOVER='0': must be 'on' or 'off'"):
         checks.make_plan(config())
@@ -254,6 +258,33 @@ def test_the_stock_class_makes_ours_only_when_it_fits(monkeypatch, version, extr
     plain = module.DFlashProposer(config(model__architectures=["DFlashDraftModel"]), "cpu")
     assert type(plain) is module.DFlashProposer
     compat.signatures_fit.cache_clear()
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "STRANGE"])
+def test_the_runner_pauses_at_the_limit_unless_rows_are_carried(monkeypatch, backend: str) -> None:
+    """The stock proposer, which drafts when the backend is not known, has no slots past the limit."""
+    module = stock(monkeypatch)
+    buffers = ("_context_slot_mapping_buffer", "_context_positions_buffer", "_slot_mapping_buffer")
+    module.DFlashProposer.__init__ = lambda self, *_: vars(self).update(dict.fromkeys(buffers), positions=0)
+    module.DFlashProposer.num_speculative_tokens = 4
+    group = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: backend))
+    module.DFlashProposer.draft_attn_groups = [group]
+    module.DFlashProposer.initialize_attn_backend = lambda self: None
+    logger = types.ModuleType("vllm.logger")
+    nothing = SimpleNamespace(info=lambda *_: None, warning=lambda *_: None)
+    logger.init_logger = lambda name: nothing
+    monkeypatch.setitem(sys.modules, "vllm.logger", logger)
+    monkeypatch.delenv(compat.ENVIRONMENT, raising=False)
+    name = "carryover_ext.integrations.vllm.v1"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    v1 = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)  # it holds the stub
+    monkeypatch.delattr(plugin, "v1")
+    runner = SimpleNamespace(_input_fits_in_drafter=lambda metadata: False)
+    proposer = v1.CarryoverProposer(config(), torch.device("meta"), runner)
+    proposer.initialize_attn_backend()
+    assert proposer.carrying == (backend == "CPU_ATTN")
+    assert runner._input_fits_in_drafter("near the limit") == proposer.carrying
 
 
 def test_a_hook_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

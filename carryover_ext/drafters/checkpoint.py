@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import torch
@@ -15,11 +16,12 @@ from ..config import DrafterConfig
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MASK_FILE = "mask_embedding.pt"  # where vLLM looks for a learned mask embedding
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     """All tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` lists; see
-    :func:`reduced_vocabulary` for ``d2t``.
+    :func:`reduced_vocabulary` for ``d2t``. ``mask_embedding`` may lie in a file of its own, as vLLM wants it.
     """
     folder = Path(directory)
     names = [WEIGHTS]
@@ -42,6 +44,11 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
             tensors.update(load_file(path))
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{path}: corrupt or incomplete ({error}); fetch the file again") from error
+    if "mask_embedding" not in tensors and (folder / MASK_FILE).is_file():
+        try:
+            tensors["mask_embedding"] = torch.load(folder / MASK_FILE, weights_only=True)["embedding"]
+        except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder / MASK_FILE}: corrupt or incomplete; fetch the file again") from error
     mask = tensors.pop("t2d", None)
     if mask is not None and "d2t" in tensors:
         tensors["d2t"] = tensors["d2t"] + torch.arange(tensors["d2t"].numel())

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from carryover_ext.training.commands import (
 )
 from carryover_ext.training.evaluation import Arm, Tally, as_compute, evaluate_arms
 from carryover_ext.training.recordings import write_atomic
+from carryover_ext.training.trainer import check_trainable
 
 FORMAT = "carryover-evaluate/1"
 PAIRS = (("carryover", "dflash"), ("carryover", "carryover-off"))
@@ -45,15 +48,39 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add_temperature(parser)
 
 
+def _check_replayable(option: str, folder: Path, config: DrafterConfig, names: Iterable[str]) -> None:
+    """ValueError for a checkpoint that a replay would compute wrongly: it runs training's own forward."""
+    # A confidence head has no part in what is drafted.
+    plain = replace(config, enable_confidence_head=False, confidence_head_with_markov=False)
+    try:
+        check_trainable(plain, names)
+    except ValueError as e:
+        raise ValueError(f"{option} {folder}: {e} (evaluate computes what training does)") from e
+
+
 def _load_arms(args: argparse.Namespace, dtype: torch.dtype) -> tuple[list[Arm], Tensor | None]:
     """The arms that the named checkpoints make, and their common draft vocabulary."""
     arms: list[Arm] = []
     vocab: Tensor | None = None
-    for folder, names in ((args.baseline, ("dflash",)), (args.drafter, ("carryover-off", "carryover"))):
+    for option, folder, names in (
+        ("--baseline", args.baseline, ("dflash",)),
+        ("--drafter", args.drafter, ("carryover-off", "carryover")),
+    ):
         if folder is None:
             continue
         config = DrafterConfig.from_pretrained(folder)
         weights, own = load_weights(folder)
+        _check_replayable(option, folder, config, weights)
+        if arms and not config.carryover:
+            raise ValueError(
+                f"--drafter {folder} has no carryover embedding, so that it is a baseline like --baseline "
+                f"{args.baseline}; evaluate them one by one"
+            )
+        if arms and config.verify_rows != arms[0].config.verify_rows:
+            raise ValueError(
+                f"--drafter {folder} drafts {config.num_drafts} tokens a round and --baseline "
+                f"{args.baseline} {arms[0].config.num_drafts}; evaluate them one by one"
+            )
         if arms and not (
             own is vocab is None or (own is not None and vocab is not None and torch.equal(own, vocab))
         ):
@@ -76,6 +103,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from carryover_ext.bench import check_out
+    from carryover_ext.drafters.checkpoint import check_target
     from carryover_ext.pretrained import load_target
     from carryover_ext.training.draft_verify_draft import Head
     from carryover_ext.training.target_pass import TargetPass
@@ -89,9 +117,14 @@ def run_evaluate(args: argparse.Namespace) -> int:
         if args.out.is_dir():
             raise ValueError(f"--out {args.out}: is a folder; name a JSON file")
     temperature = recorded_temperature(args)
+    if temperature not in (0, 1):
+        raise ValueError(f"temperature={temperature}: recordings to evaluate on are made at 0 or 1")
     model, _ = load_target(args.target)
     arms, vocab = _load_arms(args, model.dtype)
     target = TargetPass(model, arms[0].config.target_layer_ids)
+    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
+    for arm in arms:
+        check_target(arm.config, target.embed, target.head, layers, hidden, None)
     store = open_store(args.recordings, make_features(args, target), holdout=None if args.all else True)
     head = Head.make(target, vocab)
     with progress_bar("replaying") as bar:
@@ -108,7 +141,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
         )
     settings = {
         "target": Path(args.target).name,
-        "drafter": "markov" if arms[0].config.markov_rank else "dflash",
+        "drafter": "markov" if arms[-1].config.markov_rank else "dflash",
         "temperature": temperature,
         "block": arms[0].config.verify_rows,
     }

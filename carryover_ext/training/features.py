@@ -8,10 +8,12 @@ recording shard, memory-mapped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,6 +99,19 @@ def _check_recordings(data: dict[str, Tensor], rows: list[Recording], file: Path
         )
 
 
+def _fingerprint(target: TargetPass) -> str:
+    """Tells targets apart that have the same shapes, by the first rows of their embedding and head."""
+    rows = [weight.detach()[:64].float().cpu().contiguous() for weight in (target.embed, target.head)]
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in rows)).hexdigest()[:16]
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path}: damaged ({e}); delete the folder to have it made again") from e
+
+
 def build_features(
     recordings: Path,
     out: Path,
@@ -109,17 +124,21 @@ def build_features(
     """Computes the features of every shard that has none yet (a killed run continues with the next shard).
 
     Raises:
-        ValueError: ``out`` was made with other taps or another k.
+        ValueError: ``out`` was made with another target, other taps or another k, or is damaged.
     """
     files = shards(recordings)
     out.mkdir(parents=True, exist_ok=True)
-    meta = {"tap_ids": target.tap_ids, "top_k": top_k}
+    meta = {"tap_ids": target.tap_ids, "top_k": top_k, "target": _fingerprint(target)}
     path = out / "features.json"
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != meta:
-        raise ValueError(
-            f"out: {out} holds features made with {path.read_text().strip()}, not {meta}; use a new folder"
-        )
-    write_atomic(path, json.dumps(meta) + "\n")
+    if path.exists():
+        old = _read_meta(path)
+        known = {"target": meta["target"]} | old  # folders of the first versions do not name their target
+        if known != meta:
+            raise ValueError(
+                f"out: {out} holds features made with {json.dumps(old)}, not {meta}; use a new folder"
+            )
+    else:
+        write_atomic(path, json.dumps(meta) + "\n")
     for done, shard in enumerate(files, 1):
         file = out / (shard.stem + ".pt")
         if not file.exists():
@@ -139,7 +158,6 @@ class FeatureStore:
         self._maps: list[dict[str, Tensor]] = []
         self._rows: list[tuple[int, int, Recording]] = []
         seen = 0
-        self.meta = json.loads((features / "features.json").read_text(encoding="utf-8"))
         for shard in shards(recordings):
             file = features / (shard.stem + ".pt")
             if not file.exists():

@@ -25,6 +25,10 @@ def add_results_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_results(args: argparse.Namespace) -> int:
+    if args.out.is_dir():
+        raise ValueError(f"--out {args.out}: is a folder; name a Markdown file")
+    if args.out.resolve() in [path.resolve() for path in args.files]:
+        raise ValueError(f"--out {args.out}: is one of the files to read; name another")
     documents = [read(path) for path in args.files]
     evaluated = [d for d in documents if d["format"] == FORMAT]
     decoded = [d for d in documents if d["format"] == report.FORMAT]
@@ -49,6 +53,10 @@ def read(path: Path) -> Document:
         raise ValueError(f"files: {path} is not a JSON object ({e})") from e
     if found not in (FORMAT, report.FORMAT):
         raise ValueError(f"files: {path} has format {found!r}; expected {FORMAT!r} or {report.FORMAT!r}")
+    needed = ("settings", "tasks", "arms", "gains") if found == FORMAT else ("settings", "rows", "al_gain")
+    missing = [key for key in needed if key not in doc]
+    if missing:
+        raise ValueError(f"files: {path} lacks {', '.join(missing)}; make it again")
     if found == FORMAT and OFF not in doc["gains"]:
         raise ValueError(
             f"files: {path} has no Carryover arm, only {', '.join(doc['arms'])}; name a --drafter"
@@ -96,13 +104,15 @@ HEADINGS = [
 
 
 def points(documents: Sequence[Document]) -> list[tuple[float, float, str, Document]]:
-    """(re-convergence, gain of ON over OFF, task, document) of every task of every cell."""
-    return [
+    """(re-convergence, gain of ON over OFF, task, document) of every task of every cell; a task in which no
+    draft was refused has no re-convergence and is left out."""
+    found = [
         (doc["arms"]["carryover"][task]["reconvergence"], doc["gains"][OFF][task]["gain"], task, doc)
         for doc in documents
         for task in doc["tasks"]
         if task != report.ALL
     ]
+    return [p for p in found if p[0] == p[0]]
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:

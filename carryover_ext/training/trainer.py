@@ -108,6 +108,7 @@ def check_trainable(config: DrafterConfig, names: Iterable[str]) -> None:
         "partial_rotary_factor": config.rotary_dim != config.head_dim,
         "rope_parameters (scaled positions)": (config.rope_parameters or {}).get("rope_type", "default")
         != "default",
+        "input_embedding_scale": config.input_embedding_scale not in (None, 1),
         "mask_embedding": "mask_embedding" in names,
         "markov_head_type": config.markov_rank > 0 and config.markov_head_type != "vanilla",
         "enable_confidence_head": config.enable_confidence_head,

@@ -65,7 +65,7 @@ def make_plan(vllm_config: Any) -> Plan:
     check_length(draft, speculative.num_speculative_tokens, dspark, name)
     carry = getattr(draft, "carryover_config", None) or {}
     embed_at = carry.get("carry_embed_at", "pre_norm")
-    if embed_at != "pre_norm":
+    if embed_at != "pre_norm" and carryover_wanted():
         raise ValueError(
             f"drafter {name!r} has carry_embed_at={embed_at!r}: vLLM's fused projection takes the embedding "
             "before the norm only; train with carry_embed_at='pre_norm', or set CARRYOVER=off"

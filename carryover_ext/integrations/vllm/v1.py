@@ -33,7 +33,7 @@ class CarryoverProposer(DFlashProposer):
         if off is not None:
             plain(off)
             return
-        self._draft_past_the_limit(runner)
+        self._pausing_runner = runner
         log().info(
             "Carryover: V1 runner, %d drafts a round, the rejected ones are carried",
             self.num_speculative_tokens,
@@ -58,6 +58,8 @@ class CarryoverProposer(DFlashProposer):
         if self.carrying and problem is not None:
             self.carrying = False
             plain(problem)
+        if self.carrying:  # not before it is certain: the stock proposer needs the pause at the limit
+            self._draft_past_the_limit(self._pausing_runner)
 
     def set_inputs_first_pass(
         self,
