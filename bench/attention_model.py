@@ -8,35 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpus import GPUS, LATENCY, REACHABLE, Gpu, blocks_resident, ceil
+
 TILE_HEADS = (64, 96, 128, 256)
 TILE_ROWS = (16, 32, 64, 128)
 PIECE_STEP, PIECE_TARGET, PIECES_MAX, BLOCKS_PER_SM = 128, 8192, 64, 2
 WORKSPACE_MAX = 16 << 20  # floats, of pieces beyond those that fill the chip
-LATENCY = 0.7e-6  # s, of a load from HBM under load (assumed)
-REACHABLE = 0.9  # of the nominal bandwidth, by a plain copy (assumed)
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """Data-sheet values; `tensor` is dense 16-bit FLOP/s, of which mma.sync reaches the share `mma_share`."""
-
-    name: str
-    multiprocessors: int
-    bandwidth: float  # bytes/s
-    tensor: float
-    mma_share: float
-    smem_sm: int  # bytes of a multiprocessor
-    smem_block: int  # bytes that a block can have
-    registers: int = 65536
-
-
-H200 = Gpu("H200", 132, 4.8e12, 989e12, 0.6, 228 << 10, 227 << 10)
-A100 = Gpu("A100-80GB", 108, 2.039e12, 312e12, 0.9, 164 << 10, 163 << 10)
-GPUS = (H200, A100)
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -65,11 +42,8 @@ class Tile:
         return 2 * self.head * (self.rows + 2 * 2 * self.keys)
 
     def occupancy(self, gpu: Gpu, registers: int) -> int:
-        """Blocks on a multiprocessor; 1 KiB of shared memory a block is the system's."""
-        per_warp = _ceil(registers * 32, 256) * 256
-        return min(
-            gpu.smem_sm // (self.smem + 1024), gpu.registers // (per_warp * self.warps), 64 // self.warps
-        )
+        """Blocks on a multiprocessor."""
+        return blocks_resident(gpu, self.threads, registers, self.smem)
 
 
 TILES = tuple(Tile(h, r) for h in TILE_HEADS for r in TILE_ROWS if h <= 128 or r <= 64)
@@ -104,7 +78,7 @@ class Workload:
 
     @property
     def row_tiles(self) -> int:
-        return _ceil(self.rows * self.heads // self.kv_heads, self.tile.rows)
+        return ceil(self.rows * self.heads // self.kv_heads, self.tile.rows)
 
     def plan(self, gpu: Gpu) -> tuple[int, int, int]:
         """What the host code decides: pieces in the grid, pieces that fill the chip, least keys of one."""
@@ -114,13 +88,13 @@ class Workload:
         most = max(1, min(PIECES_MAX, longest // (2 * least)))
         fill = max(1, min(most, gpu.multiprocessors * BLOCKS_PER_SM // blocks if blocks else 1))
         room = WORKSPACE_MAX // (self.batch * self.rows * self.heads * (self.d + 2))
-        return max(fill, min(most, room, _ceil(longest, PIECE_TARGET))), fill, least
+        return max(fill, min(most, room, ceil(longest, PIECE_TARGET))), fill, least
 
     def used_pieces(self, gpu: Gpu) -> int:
         """Those that hold keys: what the kernels decide, from the lengths on the device."""
         pieces, fill, least = self.plan(gpu)
-        piece = min(_ceil(self.keys, fill), max(PIECE_TARGET, _ceil(self.keys, pieces)))
-        return _ceil(self.keys, _ceil(max(piece, least), PIECE_STEP) * PIECE_STEP)
+        piece = min(ceil(self.keys, fill), max(PIECE_TARGET, ceil(self.keys, pieces)))
+        return ceil(self.keys, ceil(max(piece, least), PIECE_STEP) * PIECE_STEP)
 
     def bytes(self) -> int:
         """Keys, values, queries and outputs, each once."""
@@ -135,7 +109,7 @@ class Workload:
     def flops(self) -> int:
         """Of the tensor cores, rows and channels that only fill up a tile included."""
         tile = self.tile
-        keys = _ceil(self.keys, tile.keys) * tile.keys
+        keys = ceil(self.keys, tile.keys) * tile.keys
         return 4 * self.batch * self.kv_heads * self.row_tiles * tile.rows * keys * tile.head
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import attention_model
 import projection_model
 import sampling_model
-from attention_model import GPUS
+from gpus import GPUS
 
 WIDE = "LDG.E.128"  # a 16-byte load
 COPY = "LDGSTS"  # cp.async

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention_model import GPUS, LATENCY, REACHABLE, Gpu
+from gpus import GPUS, LATENCY, REACHABLE, Gpu, blocks_resident, ceil
 
 SPLITS_MAX, DEPTH_MIN = 16, 128
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -54,10 +50,8 @@ class Tile:
         return 104 if self.rows == 16 else 216
 
     def occupancy(self, gpu: Gpu) -> int:
-        """Blocks on a multiprocessor; 1 KiB of shared memory a block is the system's."""
-        per_warp = _ceil(self.registers * 32, 256) * 256
-        warps = self.threads // 32
-        return min(gpu.smem_sm // (self.smem + 1024), gpu.registers // (per_warp * warps), 64 // warps)
+        """Blocks on a multiprocessor."""
+        return blocks_resident(gpu, self.threads, self.registers, self.smem)
 
 
 TILES = tuple(Tile(rows, cols) for cols in (128, 256) for rows in (16, 64))
@@ -88,12 +82,12 @@ def plan(rows: int, cols: int, depth: int, head: int, multiprocessors: int) -> P
     tile_cols = 256 if head > 128 else 128
     tile = Tile(16 if rows <= 16 else 64, tile_cols)
     used = tile_cols // head * head
-    row_blocks, col_tiles = _ceil(rows, tile.rows), _ceil(cols, used)
+    row_blocks, col_tiles = ceil(rows, tile.rows), ceil(cols, used)
     splits = multiprocessors * tile.blocks // max(1, row_blocks * col_tiles)
     splits = max(1, min(splits, depth // DEPTH_MIN, SPLITS_MAX))
-    steps = _ceil(depth, tile.depth)
-    each = _ceil(steps, splits)
-    return Plan(tile, used, row_blocks, col_tiles, _ceil(steps, each), each * tile.depth)
+    steps = ceil(depth, tile.depth)
+    each = ceil(steps, splits)
+    return Plan(tile, used, row_blocks, col_tiles, ceil(steps, each), each * tile.depth)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention_model import GPUS, LATENCY, REACHABLE, Gpu
+from gpus import GPUS, LATENCY, REACHABLE, Gpu, blocks_resident, ceil
 
 ACCEPT_CHUNK, ACCEPT_THREADS = 8192, 256
 MARKOV_THREADS, MARKOV_COLUMNS, MARKOV_SEGMENT, MARKOV_DEPTH, MARKOV_STAGES, MARKOV_PAD = (
@@ -21,17 +21,6 @@ MARKOV_THREADS, MARKOV_COLUMNS, MARKOV_SEGMENT, MARKOV_DEPTH, MARKOV_STAGES, MAR
     8,
 )
 GATHER_THREADS = 128
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def occupancy(gpu: Gpu, threads: int, registers: int, smem: int) -> int:
-    """Blocks on a multiprocessor; 1 KiB of shared memory a block is the system's."""
-    warps = threads // 32
-    per_warp = _ceil(registers * 32, 256) * 256
-    return min(gpu.smem_sm // (smem + 1024), gpu.registers // (per_warp * warps), 64 // warps)
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ def _predict(
 
 
 def accept_chunks(vocab: int) -> int:
-    return _ceil(vocab, ACCEPT_CHUNK)
+    return ceil(vocab, ACCEPT_CHUNK)
 
 
 def accept_workspace(batch: int, drafts: int, vocab: int) -> int:
@@ -76,7 +65,7 @@ def predict_accept(
     if sampled:  # the row that decides, and its q
         size += batch * vocab * (2 + 4)
     blocks = batch * (drafts + 1) * accept_chunks(vocab)
-    resident = occupancy(gpu, ACCEPT_THREADS, registers, 64)
+    resident = blocks_resident(gpu, ACCEPT_THREADS, registers, 64)
     return _predict(name, gpu, 64, blocks, size, 0, resident, ACCEPT_THREADS * 16)
 
 
@@ -85,31 +74,31 @@ def markov_request_tiles(batch: int, rank: int) -> int:
 
 
 def markov_smem(request_tiles: int, rank: int) -> int:
-    depth = _ceil(rank, 16) * 16 + MARKOV_PAD
+    depth = ceil(rank, 16) * 16 + MARKOV_PAD
     return 2 * (MARKOV_STAGES * MARKOV_COLUMNS * (MARKOV_DEPTH + MARKOV_PAD) + request_tiles * 8 * depth)
 
 
 def markov_workspace(batch: int, vocab: int) -> int:
-    return batch * (_ceil(vocab, MARKOV_SEGMENT) * 8 + 8)
+    return batch * (ceil(vocab, MARKOV_SEGMENT) * 8 + 8)
 
 
 def predict_markov(gpu: Gpu, batch: int, vocab: int, rank: int, registers: int) -> Prediction:
     """One step of the block: markov_w2 once for the requests of a block, the logits, the partial results."""
     tiles = markov_request_tiles(batch, rank)
-    groups = _ceil(batch, 8 * tiles)
+    groups = ceil(batch, 8 * tiles)
     size = groups * vocab * rank * 2 + batch * vocab * 2 + 2 * markov_workspace(batch, vocab)
-    flops = 2 * groups * tiles * 8 * vocab * _ceil(rank, 16) * 16
+    flops = 2 * groups * tiles * 8 * vocab * ceil(rank, 16) * 16
     smem = markov_smem(tiles, rank)
-    resident = occupancy(gpu, MARKOV_THREADS, registers, smem)
-    blocks = groups * min(_ceil(vocab, MARKOV_COLUMNS), gpu.multiprocessors * (3 if tiles == 1 else 2))
+    resident = blocks_resident(gpu, MARKOV_THREADS, registers, smem)
+    blocks = groups * min(ceil(vocab, MARKOV_COLUMNS), gpu.multiprocessors * (3 if tiles == 1 else 2))
     stages = (MARKOV_STAGES - 1) * MARKOV_COLUMNS * MARKOV_DEPTH * 2
     return _predict(f"markov_sample B{batch}, a step", gpu, smem, blocks, size, flops, resident, stages)
 
 
 def predict_gather(gpu: Gpu, batch: int, rejected: int, features: int, registers: int) -> Prediction:
     """All rows rejected: each is read and written once."""
-    blocks = _ceil(batch * rejected, GATHER_THREADS // 32)
-    resident = occupancy(gpu, GATHER_THREADS, registers, 0)
+    blocks = ceil(batch * rejected, GATHER_THREADS // 32)
+    resident = blocks_resident(gpu, GATHER_THREADS, registers, 0)
     size = 2 * batch * rejected * features * 2
     return _predict(f"gather_rejected B{batch}", gpu, 0, blocks, size, 0, resident, GATHER_THREADS * 16)
 
