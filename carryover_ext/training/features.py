@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from carryover_ext.training.recordings import (
     Recording,
     load_saved,
     load_shard,
+    read_object,
     save_atomic,
     shards,
     write_atomic,
@@ -35,8 +35,7 @@ class Sequence:
 
     ids ``[T]`` int64, prompt_len, features ``[T, F]``; top_ids / top_probs ``[T, k]``: the target's k
     most probable next tokens after each position, next_probs ``[T]``: the probability of the recorded next
-    token (all
-    zero before the last prompt row; next_probs NaN in files of the first versions).
+    token (all zero before the last prompt row; next_probs NaN in files of the first versions).
     """
 
     category: str
@@ -105,13 +104,6 @@ def _fingerprint(target: TargetPass) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in rows)).hexdigest()[:16]
 
 
-def _read_meta(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{path}: damaged ({e}); delete the folder to have it made again") from e
-
-
 def build_features(
     recordings: Path,
     out: Path,
@@ -131,7 +123,7 @@ def build_features(
     meta = {"tap_ids": target.tap_ids, "top_k": top_k, "target": _fingerprint(target)}
     path = out / "features.json"
     if path.exists():
-        old = _read_meta(path)
+        old = read_object(path, "delete the folder to have it made again")
         known = {"target": meta["target"]} | old  # folders of the first versions do not name their target
         if known != meta:
             raise ValueError(

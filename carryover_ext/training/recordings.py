@@ -169,6 +169,14 @@ def record(
             progress(start + len(part), len(prompts), tokens)
 
 
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object of a file; ValueError with the ``remedy`` when it is damaged."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"{path}: damaged ({e}); {remedy}") from e
+
+
 def recorded_settings(folder: Path) -> dict[str, Any]:
     """The manifest of a recording; empty where there is none.
 
@@ -178,10 +186,7 @@ def recorded_settings(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     if not path.exists():
         return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as e:
-        raise ValueError(f"{path}: damaged ({e}); restore it, or record into a new folder") from e
+    return read_object(path, "restore it, or record into a new folder")
 
 
 def load_shard(path: Path) -> list[Recording]:
