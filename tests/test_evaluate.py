@@ -1,15 +1,20 @@
-"""`carryover evaluate`: checkpoints that it cannot compare, or would compute wrongly, are refused."""
+"""`carryover evaluate`: a replay is real decoding; checkpoints that cannot be compared are refused."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from test_training import TAPS, drafter_config, model, recorded, weights_for  # noqa: F401
 from tiny_models import VOCAB, save_drafter, save_target
 
 from carryover_ext.cli import main
 from carryover_ext.config import DSPARK, DrafterConfig
 from carryover_ext.drafters import DFlashDrafter, MarkovDrafter
+from carryover_ext.training.draft_verify_draft import Head
+from carryover_ext.training.evaluation import Arm, evaluate_arms
+from carryover_ext.training.features import FeatureStore
+from carryover_ext.training.target_pass import TargetPass
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +100,46 @@ def test_each_arm_counts_every_recording_once(world):
     doc = json.loads(out.read_text())
     assert list(doc["arms"]) == ["dflash", "carryover-off", "carryover"]
     assert doc["settings"]["recordings"] == 4
+
+
+def test_replay_equals_the_engine(model, recorded):  # noqa: F811
+    """Acceptance measured on recordings is the acceptance of real decoding of the same prompts."""
+    engine = pytest.importorskip("carryover_ext.engine")
+    from carryover_ext.targets import TappedTarget
+
+    config = drafter_config()
+    weights = weights_for(config, model)
+    drafter = DFlashDrafter(config).eval()
+    drafter.load_state_dict(weights)
+    store = FeatureStore(*recorded)
+    pass_ = TargetPass(model, TAPS)
+    head = Head.make(pass_, None)
+    arms = [Arm("off", weights, config, False), Arm("on", weights, config, True)]
+    tallies = evaluate_arms(arms, head, store, pass_, limit=20, batch=7)
+    target = TappedTarget(model, TAPS)
+    target.bind(drafter)
+    for carry, name in ((False, "off"), (True, "on")):
+        committed = rounds = 0
+        for i in range(20):
+            row = store.recording(i)
+            out = engine.generate(
+                target,
+                drafter,
+                [row.prompt_ids],
+                # room for whole blocks: near its limit the engine drafts shorter ones
+                max_new_tokens=len(row.response_ids) + config.block_size,
+                carry=carry,
+                stop_token_ids=[],
+            )
+            wanted = len(row.response_ids) - 1  # the first token is the prefill's
+            assert out.tokens[0][: wanted + 1] == row.response_ids
+            done = 0
+            for r in out.rounds[1:]:
+                if done >= wanted:
+                    break
+                done += r.committed[0]
+                rounds += 1
+            committed += wanted
+        assert rounds > 20
+        assert tallies[name].total("rounds") == rounds
+        assert sum(r.committed for r in tallies[name].recordings) == committed

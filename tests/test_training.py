@@ -20,7 +20,6 @@ from carryover_ext.drafters.dflash import DFlashDrafter
 from carryover_ext.training import initial
 from carryover_ext.training.anchors import load_batch
 from carryover_ext.training.draft_verify_draft import Head, draft_and_verify
-from carryover_ext.training.evaluation import Arm, evaluate_arms
 from carryover_ext.training.features import FeatureStore, build_features
 from carryover_ext.training.forward import draft_hidden, encode_rows, shared_prefix_attention
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
@@ -390,49 +389,6 @@ def test_export_folds_the_feature_scale(model, recorded):
     weights = trainer.export_weights()
     inside = encode_rows(trainer.master, trainer.config, x * trainer.feature_scale)
     torch.testing.assert_close(encode_rows(weights, trainer.config, x), inside, atol=1e-5, rtol=1e-5)
-
-
-def test_replay_equals_the_engine(model, recorded):
-    """Acceptance measured on recordings is the acceptance of real decoding of the same prompts."""
-    engine = pytest.importorskip("carryover_ext.engine")
-    from carryover_ext.targets import TappedTarget
-
-    config = drafter_config()
-    weights = weights_for(config, model)
-    drafter = DFlashDrafter(config).eval()
-    drafter.load_state_dict(weights)
-    store = FeatureStore(*recorded)
-    pass_ = TargetPass(model, TAPS)
-    head = Head.make(pass_, None)
-    arms = [Arm("off", weights, config, False), Arm("on", weights, config, True)]
-    tallies = evaluate_arms(arms, head, store, pass_, limit=20, batch=7)
-    target = TappedTarget(model, TAPS)
-    target.bind(drafter)
-    for carry, name in ((False, "off"), (True, "on")):
-        committed = rounds = 0
-        for i in range(20):
-            row = store.recording(i)
-            out = engine.generate(
-                target,
-                drafter,
-                [row.prompt_ids],
-                # room for whole blocks: near its limit the engine drafts shorter ones
-                max_new_tokens=len(row.response_ids) + config.block_size,
-                carry=carry,
-                stop_token_ids=[],
-            )
-            wanted = len(row.response_ids) - 1  # the first token is the prefill's
-            assert out.tokens[0][: wanted + 1] == row.response_ids
-            done = 0
-            for r in out.rounds[1:]:
-                if done >= wanted:
-                    break
-                done += r.committed[0]
-                rounds += 1
-            committed += wanted
-        assert rounds > 20
-        assert tallies[name].total("rounds") == rounds
-        assert sum(r.committed for r in tallies[name].recordings) == committed
 
 
 @pytest.mark.parametrize(
