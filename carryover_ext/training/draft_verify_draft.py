@@ -20,7 +20,7 @@ from torch import Tensor
 from carryover_ext.training.anchors import Batch, gather_rows
 from carryover_ext.training.drafting import draft_round
 from carryover_ext.training.forward import Params, draft_hidden, encode_rows
-from carryover_ext.training.target_pass import TargetPass
+from carryover_ext.training.target_pass import Prefix, TargetPass
 
 
 @dataclass
@@ -69,6 +69,21 @@ def block_embeddings(head: Head, config: Any, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def rejected_rows(
+    target: TargetPass, prefix: Prefix, blocks: Tensor, anchors: Tensor, accepted: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What verification leaves of ``blocks [S, N, b]`` that start at ``anchors [S, N]`` and of which
+    ``accepted [S, N]`` drafts hold: rejected rows packed to the front ``[S, N, b-1, F]``, their verify
+    positions and which of them exist ``[S, N, b-1]``."""
+    rows, b = target.blocks(blocks, anchors, prefix), blocks.shape[-1]
+    source = accepted[..., None] + 1 + torch.arange(b - 1)  # row of the block
+    exists = source < b
+    source = source.clamp(max=b - 1)
+    packed = torch.gather(rows, 2, source[..., None].expand(-1, -1, -1, rows.shape[-1]))
+    return packed, anchors[..., None] + source, exists
+
+
+@torch.no_grad()
 def draft_and_verify(
     p: Params,
     config: Any,
@@ -82,10 +97,8 @@ def draft_and_verify(
 
     ``feature_scale [F]`` multiplies tapped rows before ``fc`` (see :mod:`carryover_ext.training.trainer`);
     ``generators``: one a sequence where the answers were sampled (:mod:`carryover_ext.training.drafting`),
-    None for
-    greedy ones.
+    None for greedy ones.
     """
-    b = config.verify_rows
     context = encode_rows(p, config, batch.features * feature_scale)
     first = gather_rows(batch.ids, batch.anchors)
     hidden = draft_hidden(p, config, context, batch.anchors, block_embeddings(head, config, first))
@@ -96,10 +109,8 @@ def draft_and_verify(
     rejects = Rejects(accepted, following, valid)
     if target is not None:
         blocks = torch.cat([first[..., None], drafts], -1)
-        rows = target.blocks(blocks, batch.anchors, target.prefix_kv(batch.ids))
-        source = accepted[..., None] + 1 + torch.arange(b - 1)  # row of the block
-        rejects.mask = (source < b) & valid[..., None]
-        source = source.clamp(max=b - 1)
-        rejects.features = torch.gather(rows, 2, source[..., None].expand(-1, -1, -1, rows.shape[-1])).clone()
-        rejects.positions = batch.anchors[..., None] + source
+        prefix = target.prefix_kv(batch.ids)
+        rows, positions, exists = rejected_rows(target, prefix, blocks, batch.anchors, accepted)
+        # a clone: what inference mode made cannot be trained on
+        rejects.features, rejects.positions, rejects.mask = rows.clone(), positions, exists & valid[..., None]
     return rejects

@@ -3,13 +3,11 @@
 Greedy recordings: the recorded token is what the target says, a draft holds when it is that token.
 
 Sampled recordings (temperature 1): the recorded token x is a draw from the target's p. Rejection sampling
-draws d from
-the drafter's q, keeps it with probability min(1, p(d) / q(d)) and otherwise emits a draw from (p - q)+. Read
-backwards,
-from the emitted token to the draft, the same joint law is: with probability min(1, q(x) / p(x)) the draft
-was x and
-held, otherwise it was a draw from (q - p)+ and was refused. So a recorded answer stands for one run of exact
-rejection sampling, and no new text is needed to learn what the drafter's rejects are.
+draws d from the drafter's q, keeps it with probability min(1, p(d) / q(d)) and otherwise emits a draw from
+(p - q)+. Read backwards, from the emitted token to the draft, the same joint law is: with probability
+min(1, q(x) / p(x)) the draft was x and held, otherwise it was a draw from (q - p)+ and was refused. So a
+recorded answer stands for one run of exact rejection sampling, and no new text is needed to learn what the
+drafter's rejects are.
 """
 
 from __future__ import annotations

@@ -163,8 +163,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
 def document(settings: dict[str, Any], tallies: dict[str, Tally]) -> dict[str, Any]:
     """Everything that an evaluation leaves behind, ready for ``json.dump``: figures by arm and task, gains
-    by pair
-    of arms and task; the task ``all`` is the micro-average."""
+    by pair of arms and task; the task ``all`` is the micro-average."""
     categories = next(iter(tallies.values())).categories()
     names: dict[str, str | None] = {**{c: c for c in categories}, report.ALL: None}
     return {

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
-from carryover_ext.training.draft_verify_draft import Head, block_embeddings
+from carryover_ext.training.draft_verify_draft import Head, block_embeddings, rejected_rows
 from carryover_ext.training.drafting import draft_round, recorded_ranks, sequence_generators
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import Params, draft_hidden, encode_rows
-from carryover_ext.training.target_pass import Prefix, TargetPass
+from carryover_ext.training.target_pass import TargetPass
 
 
 @dataclass
@@ -180,19 +180,10 @@ class _Replay:
         for name, value in counts.items():
             self.totals[self.live, COUNTS.index(name)] += value * active
         if self.prefix is not None:
-            self._carry(at, drafts, m, self.prefix)
+            block = torch.cat([gather_rows(batch.ids, at)[..., None], drafts], -1)
+            rows, where, exists = rejected_rows(self.target, self.prefix, block, at, m)
+            self.carried = _Carried(rows, where + (config.carry_positions == "shifted"), exists)
         self.anchor = torch.where(active, self.anchor + m[:, 0] + 1, self.anchor)
-
-    def _carry(self, at: Tensor, drafts: Tensor, m: Tensor, prefix: Prefix) -> None:
-        b, config = self.arm.config.verify_rows, self.arm.config
-        block = torch.cat([gather_rows(self.batch.ids, at)[..., None], drafts], -1)
-        rows = self.target.blocks(block, at, prefix)
-        source = m[..., None] + 1 + torch.arange(b - 1)
-        mask = source < b
-        source = source.clamp(max=b - 1)
-        rows = torch.gather(rows, 2, source[..., None].expand(-1, -1, -1, rows.shape[-1]))
-        shift = 1 if config.carry_positions == "shifted" else 0
-        self.carried = _Carried(rows, at[..., None] + source + shift, mask)
 
 
 @torch.no_grad()

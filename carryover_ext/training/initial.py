@@ -52,10 +52,9 @@ def markov_head(
     """A Markov head that starts as the bigram statistics of the recordings.
 
     ``w2 @ w1[a]`` is the best approximation of its rank to ``scale * log(P(b | a) / P(b))``, up to a
-    constant a row,
-    which a softmax does not see; P(b | a) is smoothed by ``prior`` counts of P(b), and rows count by the
-    square root
-    of how often a occurs. ``scale`` is under 1 because the drafter's own logits know much of it already.
+    constant a row, which a softmax does not see; P(b | a) is smoothed by ``prior`` counts of P(b), and rows
+    count by the square root of how often a occurs. ``scale`` is under 1 because the drafter's own logits
+    know much of it already.
 
     Returns:
         ``w1 [V, r]`` and ``w2 [Vd, r]``, float32.

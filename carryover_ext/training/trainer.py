@@ -60,8 +60,7 @@ class TrainSettings:
     drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
     cycle, reuse: see the module docstring.
     temperature: that of the recordings, 0 or 1; with 1 the rounds that ``shifted`` and ``carryover`` start
-    from are
-        sampled (:mod:`carryover_ext.training.drafting`).
+        from are sampled (:mod:`carryover_ext.training.drafting`).
     """
 
     objective: str = "plain"
