@@ -188,7 +188,8 @@ class Session:
 
         from .drafters import load_drafter
         from .environment import cached_targets
-        from .pretrained import NAMES, load_target
+        from .named_targets import NAMES
+        from .pretrained import load_target
 
         self.settings = settings
         self.arms = [ARMS[name] for name in settings.arms]

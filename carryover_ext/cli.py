@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import __version__, bench
+from .named_targets import NAMES
 
 TARGET = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
@@ -105,7 +106,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def env_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
-    parser.add_argument("--fetch", choices=(TARGET,), help="fetch and convert a target first")
+    parser.add_argument("--fetch", choices=NAMES, help="fetch and convert a target first")
 
 
 def export_arguments(parser: argparse.ArgumentParser) -> None:

