@@ -35,6 +35,10 @@ class Batch:
         """The sequences ``keep`` (int64 indices)."""
         return Batch(**{f.name: getattr(self, f.name)[keep] for f in fields(self)})
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on ``device``."""
+        return Batch(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
 
 def load_batch(
     store: FeatureStore,
@@ -55,7 +59,7 @@ def load_batch(
     for i in picks:
         recording = store.recording(i)
         prompt = len(recording.prompt_ids)
-        order = torch.randperm(len(recording.ids) - 1 - prompt, generator=generator)
+        order = torch.randperm(len(recording.ids) - 1 - prompt, generator=generator, device="cpu")
         drawn.append(order[:num_anchors].sort().values + prompt)
     rows, drawn = [store[i] for i in picks[share]], drawn[share]
     s, t = len(rows), max(len(r.ids) for r in rows)
@@ -81,7 +85,7 @@ def load_batch(
 def slot_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Labels of slots 1..b-1 of each block: ``positions [S, N, b-1]`` (clamped to the batch) and
     ``inside`` (bool)."""
-    positions = anchors[..., None] + torch.arange(1, block_size)
+    positions = anchors[..., None] + torch.arange(1, block_size, device=anchors.device)
     inside = positions < batch.lengths[:, None, None]
     return positions.clamp(max=batch.ids.shape[1] - 1), inside
 
@@ -89,5 +93,5 @@ def slot_labels(batch: Batch, anchors: Tensor, block_size: int) -> tuple[Tensor,
 def gather_rows(values: Tensor, positions: Tensor) -> Tensor:
     """``values [S, T, ...]`` at ``positions [S, ...]`` of each sequence."""
     s = values.shape[0]
-    index = torch.arange(s).view(s, *([1] * (positions.dim() - 1)))
+    index = torch.arange(s, device=positions.device).view(s, *([1] * (positions.dim() - 1)))
     return values[index, positions]

@@ -34,6 +34,7 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=temperature, default=0.0)
     parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
     parser.add_argument("--batch", type=positive, default=32)
+    add_device(parser)
     parser.add_argument(
         "--shard-size", type=positive, default=256, help="prompts a shard: what a killed run can lose"
     )
@@ -61,7 +62,10 @@ def run_record(args: argparse.Namespace) -> int:
 
         model, _ = load_target(args.target)
         backend = engine_backend(
-            TappedTarget(model), stop_token_ids=stop_token_ids(model), batch=args.batch, **common
+            TappedTarget(model.to(training_device(args.device))),
+            stop_token_ids=stop_token_ids(model),
+            batch=args.batch,
+            **common,
         )
     settings = {"target": str(args.target), "backend": args.backend, "batch": args.batch, **common}
     with progress_bar("recording") as bar:
@@ -108,6 +112,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--carry-embed-at", choices=("pre_norm", "post_norm"), default="pre_norm")
     parser.add_argument("--carry-positions", choices=("verify", "shifted"), default="verify")
     parser.add_argument("--threads", type=positive)
+    add_device(parser)
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between saved states")
     for f in fields(TrainSettings):
         name = "--" + f.name.replace("_", "-")
@@ -117,6 +122,19 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
             add_temperature(parser)
         else:
             parser.add_argument(name, type=type(f.default), default=f.default)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is a GPU)")
+
+
+def training_device(name: str | None) -> torch.device:
+    """The device of that name; by default a GPU where there is one."""
+    there = torch.cuda.is_available()
+    device = torch.device(name or ("cuda" if there else "cpu"))
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not there):
+        raise ValueError(f"--device {name}: this machine has {'cpu and cuda' if there else 'only cpu'}")
+    return device
 
 
 def add_temperature(parser: argparse.ArgumentParser) -> None:
@@ -272,6 +290,7 @@ def run_train(args: argparse.Namespace) -> int:
     args.temperature = recorded_temperature(args)
     settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
     model, _ = load_target(args.target)
+    model.to(training_device(args.device))
     config, weights, vocab = _start(args, model)
     target = TargetPass(model, config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
@@ -318,7 +337,7 @@ def run_train(args: argparse.Namespace) -> int:
         head_rows=head.head.shape[0],
         carried=settings.objective == "carryover",
     )
-    ceiling = cost.matrix_rate()
+    ceiling = cost.matrix_rate(target.device)
     checkpoint = args.out / "checkpoint"
     console = Console(quiet=not ranks.first)
     console.print(
@@ -343,7 +362,7 @@ def run_train(args: argparse.Namespace) -> int:
 
         def save() -> None:
             nonlocal ceiling  # on a shared machine the first measurement can fall into a bad moment
-            ceiling = max(ceiling, cost.matrix_rate())
+            ceiling = max(ceiling, cost.matrix_rate(target.device))
             save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, head.head)
 
         train(trainer, args.out, show, save, args.save_every)

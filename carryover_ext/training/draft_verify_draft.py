@@ -36,12 +36,17 @@ class Head:
     ids: Tensor
     index: Tensor
 
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
     @classmethod
     def make(cls, target: TargetPass, vocab: Tensor | None) -> Head:
         size = target.embed.shape[0]
-        ids = torch.arange(size) if vocab is None else vocab
-        index = torch.full((size,), -1, dtype=torch.int64)
-        index[ids] = torch.arange(len(ids))
+        device = target.embed.device
+        ids = torch.arange(size, device=device) if vocab is None else vocab.to(device)
+        index = torch.full((size,), -1, dtype=torch.int64, device=device)
+        index[ids] = torch.arange(len(ids), device=device)
         return cls(target.embed.detach(), target.head.detach()[ids].contiguous(), ids, index)
 
 
@@ -64,7 +69,7 @@ class Rejects:
 
 def block_embeddings(head: Head, config: Any, tokens: Tensor) -> Tensor:
     """``[S, N, b, H]`` embeddings of blocks that start with ``tokens [S, N]``, masks behind."""
-    masks = torch.full((*tokens.shape, config.block_size - 1), config.mask_token_id, dtype=torch.int64)
+    masks = tokens.new_full((*tokens.shape, config.block_size - 1), config.mask_token_id)
     return head.embed[torch.cat([tokens[..., None], masks], -1)]
 
 
@@ -76,7 +81,7 @@ def rejected_rows(
     ``accepted [S, N]`` drafts hold: rejected rows packed to the front ``[S, N, b-1, F]``, their verify
     positions and which of them exist ``[S, N, b-1]``."""
     rows, b = target.blocks(blocks, anchors, prefix), blocks.shape[-1]
-    source = accepted[..., None] + 1 + torch.arange(b - 1)  # row of the block
+    source = accepted[..., None] + 1 + torch.arange(b - 1, device=anchors.device)  # row of the block
     exists = source < b
     source = source.clamp(max=b - 1)
     packed = torch.gather(rows, 2, source[..., None].expand(-1, -1, -1, rows.shape[-1]))

@@ -38,9 +38,11 @@ def head_scores(rows: Tensor, head: Tensor) -> Tensor:
     return F.linear(rows.flatten(0, -2), head).unflatten(0, rows.shape[:-1])
 
 
-def sequence_generators(seed: int, sequences: Sequence[int]) -> list[torch.Generator]:
+def sequence_generators(
+    seed: int, sequences: Sequence[int], device: torch.device | str = "cpu"
+) -> list[torch.Generator]:
     """One generator for each sequence of a batch: processes that share it draw what one process would."""
-    return [torch.Generator().manual_seed(seed + i) for i in sequences]
+    return [torch.Generator(device).manual_seed(seed + i) for i in sequences]
 
 
 def best(scores: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ def couple(
         Drafted tokens ``[M]`` and whether they held ``[M]``.
     """
     likely = q.gather(1, token.clamp(min=0)[:, None])[:, 0] * (token >= 0)
-    chance = torch.rand(len(token), generator=generator)
+    chance = torch.rand(len(token), generator=generator, device=q.device)
     held = chance * token_prob < likely
     p = torch.zeros_like(q).scatter_add_(1, top_ids.clamp(min=0), top_probs * (top_ids >= 0))
     excess = (q - p).clamp(min=0)
@@ -114,8 +116,8 @@ def _sampled(
     probable head rows with their probabilities.
     """
     label, prob, top, top_probs = recorded
-    alive = torch.ones(len(token), dtype=torch.bool)
-    accepted = torch.zeros(len(token), dtype=torch.int64)
+    alive = torch.ones_like(token, dtype=torch.bool)
+    accepted = torch.zeros_like(token)
     rows = []
     for k in range(logits.shape[1]):
         scores = logits[:, k]

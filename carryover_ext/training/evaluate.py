@@ -17,12 +17,14 @@ from carryover_ext import report
 from carryover_ext.cli import positive
 from carryover_ext.config import DrafterConfig
 from carryover_ext.training.commands import (
+    add_device,
     add_temperature,
     load_weights,
     make_features,
     open_store,
     progress_bar,
     recorded_temperature,
+    training_device,
 )
 from carryover_ext.training.evaluation import Arm, Tally, as_compute, evaluate_arms
 from carryover_ext.training.recordings import write_atomic
@@ -46,6 +48,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive)
     parser.add_argument("--out", type=Path, help="JSON file, which `carryover results` reads")
     add_temperature(parser)
+    add_device(parser)
 
 
 def _check_replayable(option: str, folder: Path, config: DrafterConfig, names: Iterable[str]) -> None:
@@ -58,7 +61,9 @@ def _check_replayable(option: str, folder: Path, config: DrafterConfig, names: I
         raise ValueError(f"{option} {folder}: {e} (evaluate computes what training does)") from e
 
 
-def _load_arms(args: argparse.Namespace, dtype: torch.dtype) -> tuple[list[Arm], Tensor | None]:
+def _load_arms(
+    args: argparse.Namespace, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Arm], Tensor | None]:
     """The arms that the named checkpoints make, and their common draft vocabulary."""
     arms: list[Arm] = []
     vocab: Tensor | None = None
@@ -94,7 +99,7 @@ def _load_arms(args: argparse.Namespace, dtype: torch.dtype) -> tuple[list[Arm],
             )
         vocab = own
         for name in names if config.carryover else ("dflash",):
-            arms.append(Arm(name, as_compute(weights, dtype), config, name == "carryover"))
+            arms.append(Arm(name, as_compute(weights, dtype, device), config, name == "carryover"))
     return arms, vocab
 
 
@@ -120,7 +125,8 @@ def run_evaluate(args: argparse.Namespace) -> int:
     if temperature not in (0, 1):
         raise ValueError(f"temperature={temperature}: recordings to evaluate on are made at 0 or 1")
     model, _ = load_target(args.target)
-    arms, vocab = _load_arms(args, model.dtype)
+    model.to(training_device(args.device))
+    arms, vocab = _load_arms(args, model.dtype, model.device)
     target = TargetPass(model, arms[0].config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     for arm in arms:

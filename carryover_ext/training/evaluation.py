@@ -123,8 +123,8 @@ class _Replay:
         self.prefix = target.prefix_kv(batch.ids) if arm.carry else None
         self.anchor = batch.prompt_lens.clone()
         self.carried: _Carried | None = None
-        self.live = torch.arange(len(batch.lengths))  # the recording of each row
-        self.totals = torch.zeros(len(batch.lengths), len(COUNTS), dtype=torch.float64)
+        self.live = torch.arange(len(batch.lengths), device=head.device)  # the recording of each row
+        self.totals = torch.zeros(len(batch.lengths), len(COUNTS), dtype=torch.float64, device=head.device)
 
     def run(self) -> list[dict[str, float]]:
         """:data:`COUNTS` of every recording."""
@@ -173,7 +173,7 @@ class _Replay:
                     counts[f"{prefix}recall{k}"] = ((rank[:, 0] < k) & known).sum(-1)
         drafts, m = draft_round(p, config, hidden, head, batch, at, self.generators)
         positions, inside = slot_labels(batch, at, config.verify_rows)
-        behind = (inside & (torch.arange(positions.shape[-1]) > m[..., None]))[:, 0]
+        behind = (inside & (torch.arange(positions.shape[-1], device=m.device) > m[..., None]))[:, 0]
         counts["refused"] = behind.sum(-1)
         counts["reconverged"] = (behind & (drafts == gather_rows(batch.ids, positions))[:, 0]).sum(-1)
         counts["first_held"] = m[:, 0] > 0
@@ -208,11 +208,11 @@ def evaluate_arms(
     generator = torch.Generator().manual_seed(0)
     for start in range(0, len(picks), batch):
         part = picks[start : start + batch]
-        data = load_batch(store, part, 1, generator)
+        data = load_batch(store, part, 1, generator).to(head.device)
         categories = [store.recording(i).category for i in part]
         committed = (data.lengths - 1 - data.prompt_lens).tolist()
         for arm in arms:
-            generators = sequence_generators(0, part) if temperature else None
+            generators = sequence_generators(0, part, head.device) if temperature else None
             counts = _Replay(arm, head, data, target, generators).run()
             tallies[arm.name].recordings += map(Replayed, categories, committed, counts)
         if progress:
@@ -220,6 +220,8 @@ def evaluate_arms(
     return tallies
 
 
-def as_compute(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Checkpoint weights in the compute dtype."""
-    return {k: v.to(dtype) for k, v in weights.items()}
+def as_compute(
+    weights: dict[str, Tensor], dtype: torch.dtype, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Checkpoint weights in the compute dtype, on ``device`` (None: where they are)."""
+    return {k: v.to(device or v.device, dtype) for k, v in weights.items()}

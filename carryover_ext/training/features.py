@@ -66,17 +66,18 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
         ids = torch.zeros(n, longest, dtype=torch.int64)
         for j, i in enumerate(picked):
             ids[j, : lengths[i]] = torch.tensor(rows[i].ids)
-        features, hidden = target.features(ids)
+        features, hidden = target.features(ids.to(target.device))
         for j, i in enumerate(picked):
             first, start, length = len(rows[i].prompt_ids) - 1, int(offsets[i]), lengths[i]
-            taps[start : start + length] = features[j, :length]
+            taps[start : start + length] = features[j, :length].cpu()
             logits = torch.mm(hidden[j, first:length], target.head.t()).float()
             best, best_ids = logits.topk(top_k, -1)
             norm = logits.logsumexp(-1, keepdim=True)
-            top_probs[start + first : start + length] = (best - norm).exp()
-            following = logits[:-1].gather(1, ids[j, first + 1 : length, None]) - norm[:-1]
-            next_probs[start + first : start + length - 1] = following[:, 0].exp()
-            top_ids[start + first : start + length] = best_ids.int()
+            top_probs[start + first : start + length] = (best - norm).exp().cpu()
+            chosen = ids[j, first + 1 : length, None].to(logits.device)
+            following = logits[:-1].gather(1, chosen) - norm[:-1]
+            next_probs[start + first : start + length - 1] = following[:, 0].exp().cpu()
+            top_ids[start + first : start + length] = best_ids.int().cpu()
     found = {"offsets": offsets, "taps": taps, "top_ids": top_ids, "top_probs": top_probs}
     found["next_probs"] = next_probs
     return found | {"ids": _all_ids(rows)}

@@ -31,7 +31,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rope_cos_sin(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin ``[..., head_dim / 2]`` in float32 of neox-style rotary embeddings."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    inverse = theta ** (
+        -torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    )
     angle = positions.double()[..., None] * inverse
     return angle.cos().float(), angle.sin().float()
 
@@ -80,7 +82,7 @@ def shared_prefix_attention(
     vo = v_own.permute(0, 3, 1, 2, 4)
     shared = torch.matmul(qg.reshape(s, nkv, n * b * g, d), ks.transpose(2, 3)).view(s, nkv, n, b * g, t)
     own = torch.matmul(qg, ko.transpose(3, 4))
-    hidden_shared = torch.arange(t)[None, None] >= prefix[..., None]  # [S, N, T]
+    hidden_shared = torch.arange(t, device=q.device)[None, None] >= prefix[..., None]  # [S, N, T]
     hidden_own = ~own_mask.expand(s, n, b, o)[:, :, :, None].expand(s, n, b, g, o).reshape(s, n, b * g, o)
     scores = torch.cat(
         [
@@ -148,10 +150,11 @@ def draft_hidden(
     s, n, b = block_embeds.shape[:3]
     nh, d, eps = config.num_attention_heads, config.head_dim, config.rms_norm_eps
     theta = config.rope_theta
-    block_positions = anchors[..., None] + torch.arange(b)
-    ctx_rope = rope_cos_sin(torch.arange(context.shape[1])[None], d, theta)
+    device = anchors.device
+    block_positions = anchors[..., None] + torch.arange(b, device=device)
+    ctx_rope = rope_cos_sin(torch.arange(context.shape[1], device=device)[None], d, theta)
     blk_rope = rope_cos_sin(block_positions, d, theta)
-    own_mask = torch.ones(1, 1, b, b, dtype=torch.bool)
+    own_mask = torch.ones(1, 1, b, b, dtype=torch.bool, device=device)
     if config.layer_causal(0):
         own_mask = own_mask.tril()
     if carried is not None:

@@ -89,7 +89,8 @@ def markov_head(
 
 
 def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[str, Tensor]:
-    """Initial weights: drafter layer i copies the target's layer L - n + i, ``fc`` passes the last tap on.
+    """Initial weights, float32 on the CPU: drafter layer i copies the target's layer L - n + i, ``fc`` passes
+    the last tap on.
 
     With fewer MLP channels than the target the strongest (by the norms of their three weight vectors) are
     kept.
@@ -102,6 +103,10 @@ def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[
         raise ValueError(
             f"hidden_size={h} differs from the target's; a start from its layers needs the same size"
         )
+
+    def take(weight: Tensor) -> Tensor:
+        return weight.detach().to("cpu", torch.float32)
+
     first = len(layers) - config.num_hidden_layers
     last = rms[-h:]
     weights: dict[str, Tensor] = {}
@@ -109,21 +114,17 @@ def from_target(config: DrafterConfig, target: TargetPass, rms: Tensor) -> dict[
     fc[:, -h:] = torch.eye(h)
     weights["fc.weight"] = fc
     scale = last / last.square().mean().sqrt()
-    weights["hidden_norm.weight"] = layers[first].input_layernorm.weight.detach().float() * scale
-    weights["norm.weight"] = target.decoder.norm.weight.detach().float()
+    weights["hidden_norm.weight"] = take(layers[first].input_layernorm.weight) * scale
+    weights["norm.weight"] = take(target.decoder.norm.weight)
     for i in range(config.num_hidden_layers):
         source, name = layers[first + i], f"layers.{i}."
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{name}{norm}.weight"] = getattr(source, norm).weight.detach().float()
+            weights[f"{name}{norm}.weight"] = take(getattr(source, norm).weight)
         for proj in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            weights[f"{name}self_attn.{proj}.weight"] = (
-                getattr(source.self_attn, proj).weight.detach().float()
-            )
+            weights[f"{name}self_attn.{proj}.weight"] = take(getattr(source.self_attn, proj).weight)
         for norm in ("q_norm", "k_norm"):
             weights[f"{name}self_attn.{norm}.weight"] = torch.ones(int(config.head_dim or 0))
-        gate, up, down = (
-            getattr(source.mlp, f"{n}_proj").weight.detach().float() for n in ("gate", "up", "down")
-        )
+        gate, up, down = (take(getattr(source.mlp, f"{n}_proj").weight) for n in ("gate", "up", "down"))
         strength = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
         keep = strength.topk(config.intermediate_size).indices.sort().values
         weights[f"{name}mlp.gate_proj.weight"] = gate[keep]

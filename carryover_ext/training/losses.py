@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 
-def slot_weights(block_size: int, gamma: float | None = None) -> Tensor:
+def slot_weights(block_size: int, gamma: float | None = None, device: torch.device | None = None) -> Tensor:
     """DFlash's weights ``exp(-(k-1)/gamma)`` of slots k = 1..b-1 (arXiv 2602.06036; gamma 7/5/4 for b =
     16/10/8)."""
     if gamma is None:
         gamma = {16: 7.0, 10: 5.0, 8: 4.0}.get(block_size, block_size / 2)
-    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / gamma)
+    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32, device=device) / gamma)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -43,8 +43,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         markov = None  # latent, w2 and their gradients
         if latent is not None and w2 is not None:
             markov = latent, w2, torch.empty_like(latent), torch.zeros_like(w2, dtype=torch.float32)
-        best = torch.empty(hidden.shape[0], dtype=torch.int64)
-        loss = torch.zeros((), dtype=torch.float64)
+        best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for i in range(0, hidden.shape[0], chunk):
             rows = slice(i, i + chunk)
             logits = torch.mm(hidden[rows], head.t())

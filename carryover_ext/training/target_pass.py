@@ -57,7 +57,7 @@ def _blocks_attention(
         return x.transpose(1, 2).reshape(s, n, b, x.shape[1], x.shape[3])
 
     layer: Any = module.layer_idx
-    causal = torch.ones(1, 1, b, b, dtype=torch.bool).tril()
+    causal = torch.ones(1, 1, b, b, dtype=torch.bool, device=query.device).tril()
     out = shared_prefix_attention(
         split(query),
         blocks.prefix.keys[layer],
@@ -98,6 +98,10 @@ class TargetPass:
             )
         self.head: Tensor = model.get_output_embeddings().weight
         self.embed: Tensor = model.get_input_embeddings().weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
 
     @contextmanager
     def _taps(self) -> Iterator[dict[int, Tensor]]:
@@ -147,7 +151,7 @@ class TargetPass:
     def blocks(self, tokens: Tensor, anchors: Tensor, prefix: Prefix) -> Tensor:
         """Tapped rows ``[S, N, b, F]`` of blocks ``tokens [S, N, b]`` that start at ``anchors [S, N]``."""
         s, n, b = tokens.shape
-        positions = (anchors[..., None] + torch.arange(b)).view(s, n * b)
+        positions = (anchors[..., None] + torch.arange(b, device=anchors.device)).view(s, n * b)
         config = self.model.config
         saved = config._attn_implementation
         config._attn_implementation = _NAME
@@ -156,9 +160,8 @@ class TargetPass:
                 self.decoder(
                     input_ids=tokens.reshape(s, n * b),
                     position_ids=positions,
-                    attention_mask=torch.zeros(
-                        1, 1, 1, 1
-                    ),  # used as it is; the attention function has its own
+                    # used as it is; the attention function has its own
+                    attention_mask=torch.zeros(1, 1, 1, 1, device=anchors.device),
                     use_cache=False,
                     carryover_blocks=_Blocks(prefix, anchors, b),
                 )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
+from carryover_ext.training.cost import now
 from carryover_ext.training.distributed import Ranks
 from carryover_ext.training.draft_verify_draft import (
     Head,
@@ -158,8 +159,10 @@ class Trainer:
                 "take fewer sequences a step, or record more prompts"
             )
         self.config, self.head, self.store, self.settings, self.target = config, head, store, settings, target
-        self.master = {k: v.float().clone().requires_grad_() for k, v in parameters.items()}
-        self.feature_scale = feature_scale.to(head.embed.dtype)
+        self.master = {
+            k: v.to(head.device, torch.float32, copy=True).requires_grad_() for k, v in parameters.items()
+        }
+        self.feature_scale = feature_scale.to(head.embed)
         slow = [v for k, v in self.master.items() if k != "carryover_embedding"]
         groups: list[dict[str, Any]] = [{"params": slow, "factor": 1.0}]
         if "carryover_embedding" in self.master:
@@ -167,7 +170,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             groups, lr=settings.lr, betas=(0.9, 0.95), weight_decay=settings.weight_decay, fused=True
         )
-        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.generator = torch.Generator("cpu").manual_seed(settings.seed)
         self.step = 0
         self.order: list[int] = []
 
@@ -177,13 +180,13 @@ class Trainer:
         small."""
         if not self.order:
             group = self.settings.sequences
-            shuffled = torch.randperm(len(self.store), generator=self.generator).tolist()
+            shuffled = torch.randperm(len(self.store), generator=self.generator, device="cpu").tolist()
             window = group * 16
             batches: list[list[int]] = []
             for i in range(0, len(shuffled), window):
                 part = sorted(shuffled[i : i + window], key=lambda j: len(self.store.recording(j).ids))
                 batches += [part[j : j + group] for j in range(0, len(part) - group + 1, group)]
-            mixed = torch.randperm(len(batches), generator=self.generator).tolist()
+            mixed = torch.randperm(len(batches), generator=self.generator, device="cpu").tolist()
             self.order = [i for j in mixed for i in batches[j]]
         picks, self.order = self.order[: self.settings.sequences], self.order[self.settings.sequences :]
         return picks
@@ -192,8 +195,8 @@ class Trainer:
         """What the next round of sampled answers draws from; None for greedy ones."""
         if self.settings.temperature == 0:
             return None
-        seed = int(torch.randint(2**62, (), generator=self.generator))
-        return sequence_generators(seed, range(self.settings.sequences)[share])
+        seed = int(torch.randint(2**62, (), generator=self.generator, device="cpu"))
+        return sequence_generators(seed, range(self.settings.sequences)[share], self.head.device)
 
     def compute_weights(self) -> dict[str, Tensor]:
         """The master weights in the target's dtype, still attached to the graph."""
@@ -212,7 +215,7 @@ class Trainer:
         hard = (label >= 0).float()[..., None] * (1 - alpha)
         ids = torch.cat([label[..., None], soft_ids], -1).clamp(min=0)
         probs = torch.cat([hard, soft * alpha], -1)
-        weights = slot_weights(self.config.verify_rows, self.settings.gamma or None) * inside
+        weights = slot_weights(self.config.verify_rows, self.settings.gamma or None, inside.device) * inside
         soft = torch.nn.functional.pad(soft, (1, 0))
         return ids, probs, weights, torch.where(inside, label, -2), soft
 
@@ -230,8 +233,8 @@ class Trainer:
             assert rejects.mask is not None and rejects.positions is not None
             carried = encode_rows(p, config, rejects.features * self.feature_scale, carried=True)
             s, n = anchors.shape
-            drawn = torch.rand(s * self.ranks.size, n, generator=self.generator)
-            keep = drawn[self.ranks.share(len(drawn))] >= self.settings.drop_segment
+            drawn = torch.rand(s * self.ranks.size, n, generator=self.generator, device="cpu")
+            keep = drawn[self.ranks.share(len(drawn))].to(anchors.device) >= self.settings.drop_segment
             mask, positions = rejects.mask & keep[..., None], rejects.positions
             if config.carry_positions == "shifted":
                 positions = positions + 1
@@ -259,7 +262,7 @@ class Trainer:
             l1=self.settings.l1,
             total=total,
         )
-        hit = torch.zeros(label.shape, dtype=torch.bool)
+        hit = torch.zeros_like(label, dtype=torch.bool)
         hit.view(-1)[rows] = best == label.view(-1)[rows]
         lengths = 1 + hit.int().cumprod(-1).sum(-1)[valid]
         return loss, torch.stack([lengths.sum(), hit[..., 0][valid].sum(), valid.sum()]).float()
@@ -278,12 +281,13 @@ class Trainer:
     def run_cycle(self) -> dict[str, float]:
         """Takes up to ``cycle * reuse`` steps; returns means over them."""
         s = self.settings
-        start = time.perf_counter()
+        start = now(self.head.device)
         batches: list[tuple[Batch, Rejects | None]] = []
-        first = torch.zeros(2)  # tokens of draft #1, anchors
+        first = torch.zeros(2, device=self.head.device)  # tokens of draft #1, anchors
         share = self.ranks.share(s.sequences)
         for _ in range(s.cycle):
-            batch = load_batch(self.store, self._next_sequences(), s.anchors, self.generator, share)
+            picks = self._next_sequences()
+            batch = load_batch(self.store, picks, s.anchors, self.generator, share).to(self.head.device)
             rejects = None
             if s.objective != "plain":
                 target = self.target if s.objective == "carryover" else None
@@ -297,10 +301,11 @@ class Trainer:
                     self._generators(share),
                 )
                 accepted = rejects.accepted[batch.valid]
-                first += torch.tensor([accepted.sum() + len(accepted), len(accepted)])
+                first[0] += accepted.sum() + len(accepted)
+                first[1] += len(accepted)
             batches.append((batch, rejects))
-        made = time.perf_counter() - start
-        totals = torch.zeros(3)
+        made = now(self.head.device) - start
+        totals = torch.zeros(3, device=self.head.device)
         taken = 0
         for _ in range(s.reuse):
             for batch, rejects in batches:
@@ -324,7 +329,7 @@ class Trainer:
             "loss": means[0],
             "al": means[1],
             "slot1": means[2],
-            "seconds": time.perf_counter() - start,
+            "seconds": now(self.head.device) - start,
             "verify_seconds": made,
         }
         if s.objective != "plain":
@@ -372,8 +377,8 @@ class Trainer:
 
     def export_weights(self) -> dict[str, Tensor]:
         """Weights by checkpoint name with the feature scale folded into ``fc.weight``."""
-        weights = {k: v.detach().clone() for k, v in self.master.items()}
-        weights["fc.weight"] *= self.feature_scale.float()
+        weights = {k: v.detach().to("cpu", copy=True) for k, v in self.master.items()}
+        weights["fc.weight"] *= self.feature_scale.float().cpu()
         return weights
 
 
