@@ -113,6 +113,8 @@ def read_prompts(
                 raise ValueError("'turns' must be a list of texts")
             if not isinstance(row["category"], str):
                 raise ValueError("'category' must be a text")
+            if row["category"] == report.ALL:
+                raise ValueError(f"category {report.ALL!r} is the name of the average; take another")
             prompt = Prompt(str(row.get("id", row.get("question_id", number))), row["category"], turns)
         except json.JSONDecodeError as e:
             raise UserError(f"--prompts {path}: line {number} is not JSON ({e.msg}, column {e.colno})") from e

@@ -264,9 +264,11 @@ def rich_table(title: str, grid: tuple[list[str], list[list[str]]], average: boo
 def markdown(grid: tuple[list[str], list[list[str]]]) -> str:
     """A grid as a Markdown table, for a README."""
     headings, body = grid
-    lines = ["| " + " | ".join(heading.replace("\n", " ") for heading in headings) + " |"]
-    lines.append("|---|" + "---:|" * (len(headings) - 1))
-    return "\n".join(lines + ["| " + " | ".join(line) + " |" for line in body])
+
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(headings), "|---|" + "---:|" * (len(headings) - 1), *map(line, body)])
 
 
 def gain_text(arm: str, over: str, gain: dict[str, float], what: str = "prompts") -> str:

@@ -42,6 +42,7 @@ def test_reader_keeps_order_and_limits_each_task(tmp_path):
         ("{oops", ["line 2", "not JSON", "column 2"]),
         ('{"id": 1, "turns": ["x"]}', ["line 2", "no 'category'"]),
         ('{"id": 1, "category": "a"}', ["line 2", "no 'turns'"]),
+        ('{"id": 1, "category": "all", "turns": ["x"]}', ["line 2", "'all' is the name of the average"]),
         ('{"id": 1, "category": "a", "turns": []}', ["line 2", "'turns' must be a list"]),
         ('{"id": 1, "category": "a", "turns": "x"}', ["line 2", "'turns' must be a list"]),
         ('{"id": 1, "category": "a", "turns": [3]}', ["line 2", "'turns' must be a list"]),

@@ -170,6 +170,16 @@ def test_ranks_of_the_recorded_tokens(rank):
         assert ranks[s, n, k] == (order.index(token) if token < 4 else 4)
 
 
+def test_equal_scores_rank_by_row():
+    """Only the token that would be drafted counts as recalled at 1."""
+    batch = small_batch()
+    head = SimpleNamespace(head=torch.zeros(VOCAB, VOCAB), ids=torch.arange(VOCAB), index=torch.arange(VOCAB))
+    config = SimpleNamespace(verify_rows=4, first_slot=1, markov_rank=0)
+    ranks, inside = recorded_ranks({}, config, torch.zeros(2, 2, 4, VOCAB), head, batch, batch.anchors)
+    for s, n, k in inside.nonzero().tolist():
+        assert ranks[s, n, k] == batch.ids[s, int(batch.anchors[s, n]) + 1 + k]
+
+
 def test_attention_mass_of_own_rows():
     """Without a prefix all attention is on own rows; hidden ones get none; with a prefix there is less."""
     g = torch.Generator().manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 
@@ -140,12 +139,17 @@ def test_the_page_takes_no_place_that_is_taken(tmp_path, capsys):
 
 def test_a_task_without_refused_drafts_is_no_point():
     doc = example()
-    doc["arms"]["carryover"]["chat"]["reconvergence"] = math.nan
+    doc["arms"]["carryover"]["chat"]["reconvergence"] = None
     assert [p[2] for p in points([doc])] == ["code"]
 
 
 def test_missing_figures_are_dashes():
     assert percent(None) == "-"
     doc = example()
-    doc["arms"]["carryover"]["all"]["attention_mass"] = math.nan
-    assert "nan" not in page([doc], [], [])
+    doc["arms"]["carryover"]["all"]["attention_mass"] = None
+    assert "None" not in page([doc], [], [])
+
+
+def test_a_bar_in_a_name_is_no_column():
+    text = report.markdown((["a", "b"], [["x|y", "1"]]))
+    assert text.splitlines()[2] == "| x\\|y | 1 |"

@@ -548,7 +548,17 @@ def test_features_of_other_recordings_are_refused(model, recorded, tmp_path, sam
         FeatureStore(folder, recorded[1])
 
 
-@pytest.mark.parametrize("row", ['{"prompt": 5}', '{"prompt": null}', '{"turns": "hello"}', "[]", "5"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        '{"prompt": 5}',
+        '{"prompt": null}',
+        '{"turns": "hello"}',
+        "[]",
+        "5",
+        '{"category": "all", "prompt": "a"}',
+    ],
+)
 def test_a_prompt_that_is_no_text_is_named(tmp_path, row):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a b"}\n\n' + row + "\n")

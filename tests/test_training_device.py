@@ -1,4 +1,5 @@
-"""Training on a GPU, as far as a machine without one can tell: no tensor is made on a device that nobody named.
+"""Training on a GPU, as far as a machine without one can tell: every tensor is made on a device that was
+named.
 
 The steps run under a default device without values ("meta"): a tensor that forgot to name its device would
 be there, and mixing it with the others fails or gives other numbers.
@@ -40,9 +41,7 @@ def made(request, model, recorded):  # noqa: F811
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_step_makes_nothing_on_another_device(made, temperature):
     store, target, head, config, weights = made
-    settings = TrainSettings(
-        objective="carryover", steps=2, sequences=2, anchors=4, cycle=1, temperature=temperature
-    )
+    settings = TrainSettings(objective="carryover", steps=2, sequences=2, anchors=4, cycle=1)
 
     def step():
         trainer = Trainer(config, weights, torch.ones(config.num_features), head, store, settings, target)

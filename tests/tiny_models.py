@@ -14,7 +14,7 @@ TEMPLATE = (
 
 
 def save_tokenizer(folder: Path, chat: bool = True) -> None:
-    """One token a byte, plus ``<s>`` and ``</s>``."""
+    """One token a byte, plus ``<s>``, ``</s>`` and one that no text has."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +23,7 @@ def save_tokenizer(folder: Path, chat: bool = True) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.add_tokens(["<spare>"], special_tokens=True)
     if chat:
         fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)

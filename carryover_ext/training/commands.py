@@ -85,9 +85,18 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id"
     )
-    parser.add_argument("--recordings", type=Path, required=True, help="folder made by `carryover record`")
     parser.add_argument(
-        "--features", type=Path, help="cache of target features (default: beside the recordings)"
+        "--recordings",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="folders made by `carryover record`; several, for example, for temperatures 0 and 1",
+    )
+    parser.add_argument(
+        "--features",
+        type=Path,
+        nargs="+",
+        help="caches of target features, one for each (default: beside the recordings)",
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run (resumed when it exists)")
     parser.add_argument(
@@ -107,7 +116,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--intermediate", type=int, help="MLP channels (default: the target's)")
     parser.add_argument("--taps", type=int, default=5)
     parser.add_argument("--block", type=int, default=8)
-    parser.add_argument("--mask-token", type=int, default=16, help="a reserved token of the target")
+    parser.add_argument(
+        "--mask-token", type=int, help="token id of the mask (default: the target's last special token)"
+    )
     parser.add_argument("--draft-vocab", type=int, default=8192, help="0 = the target's whole vocabulary")
     parser.add_argument("--carry-embed-at", choices=("pre_norm", "post_norm"), default="pre_norm")
     parser.add_argument("--carry-positions", choices=("verify", "shifted"), default="verify")
@@ -118,10 +129,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         name = "--" + f.name.replace("_", "-")
         if f.name == "objective":
             parser.add_argument(name, choices=OBJECTIVES, default=f.default)
-        elif f.name == "temperature":
-            add_temperature(parser)
         else:
             parser.add_argument(name, type=type(f.default), default=f.default)
+    add_temperature(parser)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -145,14 +155,16 @@ def add_temperature(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def recorded_temperature(args: argparse.Namespace) -> float:
-    """What the recordings were drawn with; ValueError where ``--temperature`` contradicts their manifest."""
-    recorded = recorded_settings(args.recordings).get("temperature")
-    given: float | None = args.temperature
+def recorded_temperature(recordings: Path, given: float | None) -> float:
+    """What the recordings were drawn with, 0 or 1; ValueError where ``--temperature`` (``given``) contradicts
+    their manifest."""
+    recorded = recorded_settings(recordings).get("temperature")
     if None not in (given, recorded) and given != recorded:
-        raise ValueError(f"--temperature {given}: {args.recordings} was recorded at {recorded}; leave it out")
-    value = recorded if given is None else given
-    return float(value or 0)
+        raise ValueError(f"--temperature {given}: {recordings} was recorded at {recorded}; leave it out")
+    value = float((recorded if given is None else given) or 0)
+    if value not in (0, 1):
+        raise ValueError(f"temperature={value}: {recordings} must have been recorded at 0 or 1")
+    return value
 
 
 def progress_bar(title: str, console: Any = None) -> Any:
@@ -168,23 +180,27 @@ def progress_bar(title: str, console: Any = None) -> Any:
     )
 
 
-def open_store(recordings: Path, features: Path, *, holdout: bool | None) -> Any:
+def open_store(recordings: Path, features: Path, *, holdout: bool | None, temperature: float) -> Any:
     """Recordings with features: those held out (True), those to train on (False), or all (None)."""
     from carryover_ext.training.features import FeatureStore
 
     return FeatureStore(
-        recordings, features, keep=lambda index: holdout is None or (index % HOLDOUT == 0) == holdout
+        recordings,
+        features,
+        keep=lambda index: holdout is None or (index % HOLDOUT == 0) == holdout,
+        temperature=temperature,
     )
 
 
-def make_features(args: argparse.Namespace, target: Any) -> Path:
+def make_features(recordings: Path, features: Path | None, target: Any) -> Path:
+    """The folder of a recording's features, which are made where they are missing."""
     from carryover_ext.training.features import build_features
 
-    folder: Path = args.features or args.recordings.with_name(args.recordings.name + "-features")
+    folder = features or recordings.with_name(recordings.name + "-features")
     with progress_bar("target features") as bar:
         task = bar.add_task("features", total=None, note="shards")
         build_features(
-            args.recordings,
+            recordings,
             folder,
             target,
             progress=lambda done, n: bar.update(task, completed=done, total=n),
@@ -192,7 +208,29 @@ def make_features(args: argparse.Namespace, target: Any) -> Path:
     return folder
 
 
-def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
+def default_mask_token(tokenizer: Any) -> int:
+    """The special token with the highest id that no answer holds: not bos, eos, pad or unk.
+
+    Raises:
+        ValueError: there is none.
+    """
+    used = {
+        getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")
+    }
+    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in used]
+    if not special:
+        raise ValueError("--mask-token: the target's tokenizer has no spare special token; name an unused id")
+    return max(special)
+
+
+def _mask_token(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> int:
+    chosen = default_mask_token(tokenizer) if args.mask_token is None else args.mask_token
+    if not 0 <= chosen < vocab_size:
+        raise ValueError(f"--mask-token {chosen}: must be a token id of the target, 0 to {vocab_size - 1}")
+    return int(chosen)
+
+
+def _new_config(args: argparse.Namespace, model_config: Any, tokenizer: Any) -> DrafterConfig:
     heads = model_config.num_attention_heads
     taps = default_target_layer_ids(args.taps, model_config.num_hidden_layers)
     if len(set(taps)) < len(taps):
@@ -211,7 +249,7 @@ def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
         vocab_size=model_config.vocab_size,
         num_target_layers=model_config.num_hidden_layers,
         target_layer_ids=taps,
-        mask_token_id=args.mask_token,
+        mask_token_id=_mask_token(args, tokenizer, model_config.vocab_size),
         block_size=args.block,
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rms_norm_eps=model_config.rms_norm_eps,
@@ -221,10 +259,12 @@ def _new_config(args: argparse.Namespace, model_config: Any) -> DrafterConfig:
     )
 
 
-def _start(args: argparse.Namespace, model: Any) -> tuple[DrafterConfig, dict[str, Tensor], Tensor | None]:
+def _start(
+    args: argparse.Namespace, model: Any, tokenizer: Any
+) -> tuple[DrafterConfig, dict[str, Tensor], Tensor | None]:
     """Config, weights (empty: to be made from the target) and draft vocabulary to start from."""
     if args.init is None:
-        config, vocab = _new_config(args, model.config), None
+        config, vocab = _new_config(args, model.config, tokenizer), None
         weights: dict[str, Tensor] = {}
     else:
         config = DrafterConfig.from_pretrained(args.init)
@@ -282,24 +322,32 @@ def run_train(args: argparse.Namespace) -> int:
     from carryover_ext.training.distributed import from_environment
     from carryover_ext.training.draft_verify_draft import Head
     from carryover_ext.training.drafting import MARKOV_W1
+    from carryover_ext.training.features import JoinedStore
     from carryover_ext.training.target_pass import TargetPass
     from carryover_ext.training.trainer import train
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.temperature = recorded_temperature(args)
+    temperatures = [recorded_temperature(folder, args.temperature) for folder in args.recordings]
+    if args.features and len(args.features) != len(args.recordings):
+        raise ValueError(f"--features: {len(args.features)} for {len(args.recordings)} --recordings")
     settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
-    model, _ = load_target(args.target)
+    model, tokenizer = load_target(args.target)
     model.to(training_device(args.device))
-    config, weights, vocab = _start(args, model)
+    config, weights, vocab = _start(args, model, tokenizer)
     target = TargetPass(model, config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     check_target(config, target.embed, target.head, layers, hidden, None)
     ranks = from_environment()
     if not ranks.first:
         ranks.barrier()  # the first process makes what the others read: features and the start
-    folder = make_features(args, target)
-    store = open_store(args.recordings, folder, holdout=False)
+    stores = []
+    for recordings, features, drawn_at in zip(
+        args.recordings, args.features or [None] * len(args.recordings), temperatures, strict=True
+    ):
+        folder = make_features(recordings, features, target)
+        stores.append(open_store(recordings, folder, holdout=False, temperature=drawn_at))
+    store = stores[0] if len(stores) == 1 else JoinedStore(stores)
     start = args.out / "start.pt"
     if start.exists():  # a resumed run keeps what it began with, also when recordings were added since
         begun = load_saved(start)

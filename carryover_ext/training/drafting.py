@@ -138,7 +138,7 @@ def _sampled(
 def recorded_ranks(
     p: Params, config: Any, hidden: Tensor, head: Any, batch: Batch, anchors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many head rows score higher than the recorded token in each slot of blocks ``hidden [S, N, b,
+    """How many head rows stand before the recorded token in each slot of blocks ``hidden [S, N, b,
     H]``, given the
     recorded tokens before it: ranks ``[S, N, K]`` (the head's size where it has no row for the token) and
     which slots
@@ -149,8 +149,11 @@ def recorded_ranks(
         before = gather_rows(batch.ids, positions - 1)
         scores = scores + F.linear(p[MARKOV_W1][before], p[MARKOV_W2])
     label = head.index[gather_rows(batch.ids, positions)]
-    own = scores.gather(-1, label.clamp(min=0)[..., None])
-    rank = (scores > own).sum(-1)
+    row = label.clamp(min=0)[..., None]
+    own = scores.gather(-1, row)
+    # bfloat16 scores are often equal: of those the first row is the one that is drafted
+    before_it = (scores == own) & (torch.arange(scores.shape[-1], device=scores.device) < row)
+    rank = ((scores > own) | before_it).sum(-1)
     return torch.where(label >= 0, rank, scores.shape[-1]), inside
 
 

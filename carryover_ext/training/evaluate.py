@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -121,9 +122,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
         check_out(args.out.parent)
         if args.out.is_dir():
             raise ValueError(f"--out {args.out}: is a folder; name a JSON file")
-    temperature = recorded_temperature(args)
-    if temperature not in (0, 1):
-        raise ValueError(f"temperature={temperature}: recordings to evaluate on are made at 0 or 1")
+    temperature = recorded_temperature(args.recordings, args.temperature)
     model, _ = load_target(args.target)
     model.to(training_device(args.device))
     arms, vocab = _load_arms(args, model.dtype, model.device)
@@ -131,7 +130,9 @@ def run_evaluate(args: argparse.Namespace) -> int:
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     for arm in arms:
         check_target(arm.config, target.embed, target.head, layers, hidden, None)
-    store = open_store(args.recordings, make_features(args, target), holdout=None if args.all else True)
+    features = make_features(args.recordings, args.features, target)
+    holdout = None if args.all else True
+    store = open_store(args.recordings, features, holdout=holdout, temperature=temperature)
     head = Head.make(target, vocab)
     with progress_bar("replaying") as bar:
         task = bar.add_task("replaying", total=min(args.limit, len(store)), note="")
@@ -142,7 +143,6 @@ def run_evaluate(args: argparse.Namespace) -> int:
             target,
             limit=args.limit,
             batch=args.batch,
-            temperature=temperature,
             progress=lambda done, n: bar.update(task, completed=done, total=n),
         )
     settings = {
@@ -163,12 +163,19 @@ def run_evaluate(args: argparse.Namespace) -> int:
     if "carryover" in tallies:
         console.print(_why(doc["arms"]["carryover"][report.ALL]), soft_wrap=True)
     if args.out:
-        write_atomic(args.out, json.dumps(doc, indent=1) + "\n")
+        write_atomic(args.out, json.dumps(_without_nan(doc), indent=1, allow_nan=False) + "\n")
     return 0
 
 
+def _without_nan(value: Any) -> Any:
+    """The same with None where a figure is NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
 def document(settings: dict[str, Any], tallies: dict[str, Tally]) -> dict[str, Any]:
-    """Everything that an evaluation leaves behind, ready for ``json.dump``: figures by arm and task, gains
+    """Everything that an evaluation leaves behind: figures by arm and task, gains
     by pair of arms and task; the task ``all`` is the micro-average."""
     categories = next(iter(tallies.values())).categories()
     names: dict[str, str | None] = {**{c: c for c in categories}, report.ALL: None}

@@ -195,13 +195,12 @@ def evaluate_arms(
     *,
     limit: int = 96,
     batch: int = 32,
-    temperature: float = 0.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tally]:
     """Replays up to ``limit`` recordings of ``store`` with every arm (all arms see the same recordings).
 
-    ``temperature``: that of the recordings, 0 or 1. At 1 each replay is one run of rejection sampling under
-    the condition that it emitted the recorded answer (:mod:`carryover_ext.training.drafting`).
+    Of answers drawn at temperature 1 each replay is one run of rejection sampling under the condition that
+    it emitted the recorded answer (:mod:`carryover_ext.training.drafting`).
     """
     tallies = {arm.name: Tally() for arm in arms}
     picks = sorted(range(min(limit, len(store))), key=lambda i: len(store.recording(i).response_ids))
@@ -210,9 +209,10 @@ def evaluate_arms(
         part = picks[start : start + batch]
         data = load_batch(store, part, 1, generator).to(head.device)
         categories = [store.recording(i).category for i in part]
+        sampled = store.temperature(part[0]) > 0
         committed = (data.lengths - 1 - data.prompt_lens).tolist()
         for arm in arms:
-            generators = sequence_generators(0, part, head.device) if temperature else None
+            generators = sequence_generators(0, part, head.device) if sampled else None
             counts = _Replay(arm, head, data, target, generators).run()
             tallies[arm.name].recordings += map(Replayed, categories, committed, counts)
         if progress:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,11 +144,17 @@ def build_features(
 
 class FeatureStore:
     """Random access to recordings with features (memory-mapped); ``keep`` selects by number of the
-    recording."""
+    recording, ``temperature`` is what they were drawn with."""
 
     def __init__(
-        self, recordings: Path, features: Path, *, keep: Callable[[int], bool] | None = None
+        self,
+        recordings: Path,
+        features: Path,
+        *,
+        keep: Callable[[int], bool] | None = None,
+        temperature: float = 0.0,
     ) -> None:
+        self._temperature = temperature
         self._maps: list[dict[str, Tensor]] = []
         self._rows: list[tuple[int, int, Recording]] = []
         seen = 0
@@ -174,6 +181,10 @@ class FeatureStore:
     def recording(self, index: int) -> Recording:
         return self._rows[index][2]
 
+    def temperature(self, index: int) -> float:
+        """What the answer ``index`` was drawn with."""
+        return self._temperature
+
     def __getitem__(self, index: int) -> Sequence:
         shard, i, row = self._rows[index]
         data = self._maps[shard]
@@ -187,3 +198,25 @@ class FeatureStore:
             data["top_probs"][a:b],
             data["next_probs"][a:b] if "next_probs" in data else torch.full((b - a,), float("nan")),
         )
+
+
+class JoinedStore(FeatureStore):
+    """Several stores as one, for example answers at temperature 0 and at temperature 1."""
+
+    def __init__(self, stores: SequenceOf[FeatureStore]) -> None:
+        self._places = [(store, i) for store in stores for i in range(len(store))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def recording(self, index: int) -> Recording:
+        store, i = self._places[index]
+        return store.recording(i)
+
+    def temperature(self, index: int) -> float:
+        store, i = self._places[index]
+        return store.temperature(i)
+
+    def __getitem__(self, index: int) -> Sequence:
+        store, i = self._places[index]
+        return store[i]

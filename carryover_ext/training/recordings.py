@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from carryover_ext.pretrained import encode_chat
+from carryover_ext.report import ALL
 
 
 @dataclass
@@ -106,6 +107,8 @@ def load_prompts(
                     text = row["prompt"] if "prompt" in row else row["turns"][0]
                     if not isinstance(text, str) or isinstance(row.get("turns"), str):
                         raise TypeError("'prompt' must be a text, 'turns' a list of texts")
+                    if row.get("category") == ALL:
+                        raise ValueError(f"category {ALL!r} is the name of the average; take another")
                 except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
                     raise ValueError(
                         f"{path}: line {number} is not a prompt ({e}); expected a 'prompt' or 'turns'"

@@ -47,7 +47,9 @@ def run_results(args: argparse.Namespace) -> int:
 def read(path: Path) -> Document:
     """A document of `evaluate` (with a Carryover arm) or `bench`; ValueError for anything else."""
     try:
-        doc: Document = json.loads(path.read_text(encoding="utf-8"))
+        # files of the first versions have NaN where there was nothing to count
+        text = path.read_text(encoding="utf-8")
+        doc: Document = json.loads(text, parse_constant=lambda name: None)
         found = doc.get("format")
     except (ValueError, AttributeError) as e:
         raise ValueError(f"files: {path} is not a JSON object ({e})") from e
@@ -76,9 +78,9 @@ def percent(gain: dict[str, float] | None) -> str:
     return f"{gain['gain']:+.1%} ({gain['low']:+.1%} to {gain['high']:+.1%})".replace("%", " %")
 
 
-def share(value: float, digits: int = 1) -> str:
+def share(value: float | None, digits: int = 1) -> str:
     """A share as a percentage; a dash where there was nothing to count."""
-    return "-" if value != value else f"{100 * value:.{digits}f} %"
+    return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def gains_of(doc: Document, pair: str, task: str) -> dict[str, float] | None:
@@ -112,7 +114,7 @@ def points(documents: Sequence[Document]) -> list[tuple[float, float, str, Docum
         for task in doc["tasks"]
         if task != report.ALL
     ]
-    return [p for p in found if p[0] == p[0]]
+    return [p for p in found if p[0] is not None]
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:

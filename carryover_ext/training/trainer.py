@@ -60,8 +60,6 @@ class TrainSettings:
     gamma: decay of the slots' weights ``exp(-(k-1)/gamma)``; 0 takes DFlash's value for the block length.
     drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
     cycle, reuse: see the module docstring.
-    temperature: that of the recordings, 0 or 1; with 1 the rounds that ``shifted`` and ``carryover`` start
-        from are sampled (:mod:`carryover_ext.training.drafting`).
     """
 
     objective: str = "plain"
@@ -80,7 +78,6 @@ class TrainSettings:
     drop_segment: float = 0.1
     cycle: int = 8
     reuse: int = 1
-    temperature: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,8 +88,6 @@ class TrainSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr}: must be positive and finite")
-        if self.temperature not in (0, 1):
-            raise ValueError(f"temperature={self.temperature}: recordings to train on are made at 0 or 1")
         if not 0 <= self.l1 <= 1:
             raise ValueError(f"l1={self.l1}: must be a share between 0 and 1")
         if not 0 <= self.gamma < math.inf:
@@ -177,7 +172,7 @@ class Trainer:
     # -- data ---
     def _next_sequences(self) -> list[int]:
         """Sequences of the next batch: shuffled epochs, similar lengths together so that padding stays
-        small."""
+        small. The answers of a batch have one temperature."""
         if not self.order:
             group = self.settings.sequences
             shuffled = torch.randperm(len(self.store), generator=self.generator, device="cpu").tolist()
@@ -185,15 +180,18 @@ class Trainer:
             batches: list[list[int]] = []
             for i in range(0, len(shuffled), window):
                 part = sorted(shuffled[i : i + window], key=lambda j: len(self.store.recording(j).ids))
-                batches += [part[j : j + group] for j in range(0, len(part) - group + 1, group)]
+                for temperature in sorted({self.store.temperature(j) for j in part}):
+                    alike = [j for j in part if self.store.temperature(j) == temperature]
+                    batches += [alike[j : j + group] for j in range(0, len(alike) - group + 1, group)]
             mixed = torch.randperm(len(batches), generator=self.generator, device="cpu").tolist()
             self.order = [i for j in mixed for i in batches[j]]
         picks, self.order = self.order[: self.settings.sequences], self.order[self.settings.sequences :]
         return picks
 
-    def _generators(self, share: slice) -> list[torch.Generator] | None:
-        """What the next round of sampled answers draws from; None for greedy ones."""
-        if self.settings.temperature == 0:
+    def _generators(self, temperature: float, share: slice) -> list[torch.Generator] | None:
+        """What the next round of sampled answers draws from (:mod:`carryover_ext.training.drafting`); None
+        for greedy ones."""
+        if temperature == 0:
             return None
         seed = int(torch.randint(2**62, (), generator=self.generator, device="cpu"))
         return sequence_generators(seed, range(self.settings.sequences)[share], self.head.device)
@@ -298,7 +296,7 @@ class Trainer:
                     batch,
                     target,
                     self.feature_scale,
-                    self._generators(share),
+                    self._generators(self.store.temperature(picks[0]), share),
                 )
                 accepted = rejects.accepted[batch.valid]
                 first[0] += accepted.sum() + len(accepted)
