@@ -20,7 +20,7 @@ TARGET = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
 # name: what it does, and the module of carryover_ext.training that does it
 TRAINING = {
-    "record": ("let the target answer prompts, for training", "commands"),
+    "record": ("let the target answer prompts, for training", "record"),
     "train": ("train a drafter on recordings: baseline, then parallel draft-verify-draft", "commands"),
     "evaluate": ("acceptance length of drafters on held-out recordings", "evaluate"),
     "cells": ("train and evaluate every drafter of a results page, resumable", "cells"),

@@ -1,9 +1,8 @@
-"""`carryover record` and `carryover train`: arguments and what they run."""
+"""`carryover train`: arguments and what they run; what the other commands share with it."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,74 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carryover_ext.cli import positive, temperature
+from carryover_ext.cli import positive
 from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig, default_target_layer_ids
 from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
 # every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
 HOLDOUT = 32
-
-
-def add_record_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id"
-    )
-    parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="JSON-lines files of prompts")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the recording (resumed when it exists)"
-    )
-    parser.add_argument("--limit", type=positive, help="prompts of each file")
-    parser.add_argument("--max-new-tokens", type=positive, default=160)
-    parser.add_argument("--max-prompt-tokens", type=positive, default=288)
-    parser.add_argument("--temperature", type=temperature, default=0.0)
-    parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
-    parser.add_argument("--batch", type=positive, default=32)
-    add_device(parser)
-    parser.add_argument(
-        "--shard-size", type=positive, default=256, help="prompts a shard: what a killed run can lose"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-
-
-def run_record(args: argparse.Namespace) -> int:
-    from carryover_ext.pretrained import load_target, load_tokenizer, stop_token_ids, target_path
-    from carryover_ext.training.backends import engine_backend, vllm_backend
-    from carryover_ext.training.recordings import load_prompts, record
-
-    tokenizer = load_tokenizer(args.target)
-    prompts = load_prompts(
-        args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit
-    )
-    if not prompts:
-        raise ValueError(f"--prompts: nothing of at most {args.max_prompt_tokens} tokens in {args.prompts}")
-    common = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
-    if args.backend == "vllm":
-        backend = vllm_backend(
-            target_path(args.target), max_prompt_tokens=args.max_prompt_tokens, batch=args.batch, **common
-        )
-    else:
-        from carryover_ext.targets import TappedTarget
-
-        model, _ = load_target(args.target)
-        backend = engine_backend(
-            TappedTarget(model.to(training_device(args.device))),
-            stop_token_ids=stop_token_ids(model),
-            batch=args.batch,
-            **common,
-        )
-    settings = {"target": str(args.target), "backend": args.backend, "batch": args.batch, **common}
-    with progress_bar("recording") as bar:
-        task = bar.add_task("recording", total=len(prompts), note="")
-        start = time.monotonic()
-
-        def show(done: int, total: int, tokens: int) -> None:
-            rate = tokens / max(1e-9, time.monotonic() - start)
-            bar.update(task, completed=done, note=f"{tokens:,} response tokens, {rate:.0f} tokens/s")
-
-        record(prompts, backend, args.out, settings=settings, shard_size=args.shard_size, progress=show)
-    print(f"recorded {len(prompts)} answers in {args.out}")
-    return 0
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,6 +62,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--carry-positions", choices=("verify", "shifted"), default="verify")
     parser.add_argument("--threads", type=positive)
     add_device(parser)
+    parser.add_argument(
+        "--keep-prefixes",
+        action="store_true",
+        help="keep the target's K/V of the recordings on disk, for objective carryover: gigabytes (the "
+        "prefixes folder beside each features folder), for half the time of a fresh batch",
+    )
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between saved states")
     for f in fields(TrainSettings):
         name = "--" + f.name.replace("_", "-")
@@ -180,16 +124,42 @@ def progress_bar(title: str, console: Any = None) -> Any:
     )
 
 
-def open_store(recordings: Path, features: Path, *, holdout: bool | None, temperature: float) -> Any:
-    """Recordings with features: those held out (True), those to train on (False), or all (None)."""
+def open_store(
+    recordings: Path,
+    features: Path,
+    *,
+    holdout: bool | None,
+    temperature: float,
+    prefixes: Path | None = None,
+) -> Any:
+    """Recordings with features (and prefixes): those held out (True), those to train on (False), or all
+    (None)."""
     from carryover_ext.training.features import FeatureStore
+    from carryover_ext.training.prefixes import PrefixStore
 
     return FeatureStore(
         recordings,
         features,
         keep=lambda index: holdout is None or (index % HOLDOUT == 0) == holdout,
         temperature=temperature,
+        prefixes=PrefixStore(prefixes) if prefixes else None,
     )
+
+
+def make_prefixes(recordings: Path, features: Path, target: Any) -> Path:
+    """The folder of a recording's prefixes, which are made where they are missing."""
+    from carryover_ext.training.prefixes import build_prefixes
+
+    folder = features.with_name(features.name + "-prefixes")
+    with progress_bar("target prefixes") as bar:
+        task = bar.add_task("prefixes", total=None, note="shards")
+        build_prefixes(
+            recordings,
+            folder,
+            target,
+            progress=lambda done, n: bar.update(task, completed=done, total=n),
+        )
+    return folder
 
 
 def make_features(recordings: Path, features: Path | None, target: Any) -> Path:
@@ -346,7 +316,9 @@ def run_train(args: argparse.Namespace) -> int:
         args.recordings, args.features or [None] * len(args.recordings), temperatures, strict=True
     ):
         folder = make_features(recordings, features, target)
-        stores.append(open_store(recordings, folder, holdout=False, temperature=drawn_at))
+        keep = args.keep_prefixes and args.objective == "carryover"
+        prefixes = make_prefixes(recordings, folder, target) if keep else None
+        stores.append(open_store(recordings, folder, holdout=False, temperature=drawn_at, prefixes=prefixes))
     store = stores[0] if len(stores) == 1 else JoinedStore(stores)
     start = args.out / "start.pt"
     if start.exists():  # a resumed run keeps what it began with, also when recordings were added since

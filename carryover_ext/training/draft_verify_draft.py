@@ -80,12 +80,13 @@ def rejected_rows(
     """What verification leaves of ``blocks [S, N, b]`` that start at ``anchors [S, N]`` and of which
     ``accepted [S, N]`` drafts hold: rejected rows packed to the front ``[S, N, b-1, F]``, their verify
     positions and which of them exist ``[S, N, b-1]``."""
-    rows, b = target.blocks(blocks, anchors, prefix), blocks.shape[-1]
+    b = blocks.shape[-1]
     source = accepted[..., None] + 1 + torch.arange(b - 1, device=anchors.device)  # row of the block
     exists = source < b
     source = source.clamp(max=b - 1)
-    packed = torch.gather(rows, 2, source[..., None].expand(-1, -1, -1, rows.shape[-1]))
-    return packed, anchors[..., None] + source, exists
+    # The anchor and the drafts that hold are recorded tokens: their K/V are in the prefix.
+    rows = target.blocks(blocks.gather(-1, source), anchors + accepted + 1, prefix)
+    return rows, anchors[..., None] + source, exists
 
 
 @torch.no_grad()
@@ -97,12 +98,13 @@ def draft_and_verify(
     target: TargetPass | None,
     feature_scale: Tensor,
     generators: Sequence[torch.Generator] | None = None,
+    prefix: Prefix | None = None,
 ) -> Rejects:
     """One round at every anchor of ``batch``; with ``target`` None only the acceptance is computed.
 
     ``feature_scale [F]`` multiplies tapped rows before ``fc`` (see :mod:`carryover_ext.training.trainer`);
     ``generators``: one a sequence where the answers were sampled (:mod:`carryover_ext.training.drafting`),
-    None for greedy ones.
+    None for greedy ones. ``prefix``: the target's K/V of the sequences, where they are kept.
     """
     context = encode_rows(p, config, batch.features * feature_scale)
     first = gather_rows(batch.ids, batch.anchors)
@@ -114,7 +116,7 @@ def draft_and_verify(
     rejects = Rejects(accepted, following, valid)
     if target is not None:
         blocks = torch.cat([first[..., None], drafts], -1)
-        prefix = target.prefix_kv(batch.ids)
+        prefix = prefix or target.prefix_kv(batch.ids)
         rows, positions, exists = rejected_rows(target, prefix, blocks, batch.anchors, accepted)
         # a clone: what inference mode made cannot be trained on
         rejects.features, rejects.positions, rejects.mask = rows.clone(), positions, exists & valid[..., None]

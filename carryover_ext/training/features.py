@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,22 @@ class Sequence:
     next_probs: Tensor
 
 
+def length_batches(rows: list[Recording], batch_tokens: int) -> Iterator[tuple[list[int], Tensor]]:
+    """Batches of recordings of similar length: their numbers and ids ``[n, longest]`` padded on the right, of
+    at most ``batch_tokens`` (or one recording)."""
+    lengths = [len(r.ids) for r in rows]
+    order = sorted(range(len(rows)), key=lengths.__getitem__)
+    while order:
+        n = 1
+        while n < len(order) and (n + 1) * lengths[order[n]] <= batch_tokens:
+            n += 1
+        picked, order = order[:n], order[n:]
+        ids = torch.zeros(n, lengths[picked[-1]], dtype=torch.int64)
+        for j, i in enumerate(picked):
+            ids[j, : lengths[i]] = torch.tensor(rows[i].ids)
+        yield picked, ids
+
+
 @torch.inference_mode()
 def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens: int) -> dict[str, Tensor]:
     lengths = [len(r.ids) for r in rows]
@@ -57,16 +73,7 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
     top_ids = torch.zeros(total, top_k, dtype=torch.int32)
     top_probs = torch.zeros(total, top_k, dtype=torch.float32)
     next_probs = torch.zeros(total, dtype=torch.float32)
-    order = sorted(range(len(rows)), key=lengths.__getitem__)
-    while order:
-        n = 1
-        while n < len(order) and (n + 1) * lengths[order[n]] <= batch_tokens:
-            n += 1
-        picked, order = order[:n], order[n:]
-        longest = lengths[picked[-1]]
-        ids = torch.zeros(n, longest, dtype=torch.int64)
-        for j, i in enumerate(picked):
-            ids[j, : lengths[i]] = torch.tensor(rows[i].ids)
+    for picked, ids in length_batches(rows, batch_tokens):
         features, hidden = target.features(ids.to(target.device))
         for j, i in enumerate(picked):
             first, start, length = len(rows[i].prompt_ids) - 1, int(offsets[i]), lengths[i]
@@ -100,7 +107,7 @@ def _check_recordings(data: dict[str, Tensor], rows: list[Recording], file: Path
         )
 
 
-def _fingerprint(target: TargetPass) -> str:
+def fingerprint(target: TargetPass) -> str:
     """Tells targets apart that have the same shapes, by the first rows of their embedding and head."""
     rows = [weight.detach()[:64].float().cpu().contiguous() for weight in (target.embed, target.head)]
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in rows)).hexdigest()[:16]
@@ -122,7 +129,7 @@ def build_features(
     """
     files = shards(recordings)
     out.mkdir(parents=True, exist_ok=True)
-    meta = {"tap_ids": target.tap_ids, "top_k": top_k, "target": _fingerprint(target)}
+    meta = {"tap_ids": target.tap_ids, "top_k": top_k, "target": fingerprint(target)}
     path = out / "features.json"
     if path.exists():
         old = read_object(path, "delete the folder to have it made again")
@@ -144,7 +151,8 @@ def build_features(
 
 class FeatureStore:
     """Random access to recordings with features (memory-mapped); ``keep`` selects by number of the
-    recording, ``temperature`` is what they were drawn with."""
+    recording, ``temperature`` is what they were drawn with, ``prefixes`` gives the target's K/V where those
+    are kept, too."""
 
     def __init__(
         self,
@@ -153,8 +161,10 @@ class FeatureStore:
         *,
         keep: Callable[[int], bool] | None = None,
         temperature: float = 0.0,
+        prefixes: Callable[[str, int, int], Tensor] | None = None,
     ) -> None:
-        self._temperature = temperature
+        self._temperature, self._prefixes = temperature, prefixes
+        self._stems: list[str] = []
         self._maps: list[dict[str, Tensor]] = []
         self._rows: list[tuple[int, int, Recording]] = []
         seen = 0
@@ -163,6 +173,7 @@ class FeatureStore:
             if not file.exists():
                 break  # features are made in the order of the shards
             self._maps.append(load_saved(file, mmap=True))
+            self._stems.append(shard.stem)
             rows = load_shard(shard)
             _check_recordings(self._maps[-1], rows, file, shard)
             for i, row in enumerate(rows):
@@ -184,6 +195,12 @@ class FeatureStore:
     def temperature(self, index: int) -> float:
         """What the answer ``index`` was drawn with."""
         return self._temperature
+
+    def prefix(self, index: int) -> Tensor | None:
+        """The target's K/V of a recording (:mod:`carryover_ext.training.prefixes`); None where they are not
+        kept."""
+        shard, i, row = self._rows[index]
+        return self._prefixes(self._stems[shard], i, len(row.ids)) if self._prefixes else None
 
     def __getitem__(self, index: int) -> Sequence:
         shard, i, row = self._rows[index]
@@ -216,6 +233,10 @@ class JoinedStore(FeatureStore):
     def temperature(self, index: int) -> float:
         store, i = self._places[index]
         return store.temperature(i)
+
+    def prefix(self, index: int) -> Tensor | None:
+        store, i = self._places[index]
+        return store.prefix(i)
 
     def __getitem__(self, index: int) -> Sequence:
         store, i = self._places[index]

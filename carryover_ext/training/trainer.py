@@ -37,8 +37,9 @@ from carryover_ext.training.drafting import MARKOV_W1, MARKOV_W2, sequence_gener
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import draft_hidden, encode_rows
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
+from carryover_ext.training.prefixes import stack_prefixes
 from carryover_ext.training.recordings import load_saved, save_atomic, write_atomic
-from carryover_ext.training.target_pass import TargetPass
+from carryover_ext.training.target_pass import Prefix, TargetPass
 
 OBJECTIVES = ("plain", "shifted", "carryover")
 
@@ -196,6 +197,13 @@ class Trainer:
         seed = int(torch.randint(2**62, (), generator=self.generator, device="cpu"))
         return sequence_generators(seed, range(self.settings.sequences)[share], self.head.device)
 
+    def _prefix(self, picks: list[int], batch: Batch) -> Prefix | None:
+        """The target's K/V of the sequences ``picks``, where they are kept on disk."""
+        parts = [part for i in picks if (part := self.store.prefix(i)) is not None]
+        if len(parts) < len(picks):
+            return None
+        return stack_prefixes(parts, batch.ids.shape[1], self.head.device)
+
     def compute_weights(self) -> dict[str, Tensor]:
         """The master weights in the target's dtype, still attached to the graph."""
         return {k: v.to(self.head.embed.dtype) for k, v in self.master.items()}
@@ -297,6 +305,7 @@ class Trainer:
                     target,
                     self.feature_scale,
                     self._generators(self.store.temperature(picks[0]), share),
+                    self._prefix(picks[share], batch) if target else None,
                 )
                 accepted = rejects.accepted[batch.valid]
                 first[0] += accepted.sum() + len(accepted)

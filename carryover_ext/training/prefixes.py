@@ -1,0 +1,108 @@
+"""Cache on disk of the target's K/V of recordings, against which drafted blocks are verified.
+
+A recording is verified against many times, its K/V are always the same. They are large (SmolLM2-135M: 21.5 KB
+a token, Qwen2.5-Coder-0.5B: 11 KB) and take one read of some MB a batch instead of a forward pass over the
+prefixes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from carryover_ext.training.features import fingerprint, length_batches
+from carryover_ext.training.recordings import (
+    Recording,
+    load_saved,
+    load_shard,
+    read_object,
+    save_atomic,
+    shards,
+    write_atomic,
+)
+from carryover_ext.training.target_pass import Prefix, TargetPass
+
+
+@torch.inference_mode()
+def _extract(target: TargetPass, rows: list[Recording], batch_tokens: int) -> dict[str, Tensor]:
+    """``offsets [R+1]`` and ``kv [tokens, layers, 2, nkv, d]``: one piece of memory a recording."""
+    lengths = [len(r.ids) for r in rows]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    kv: Tensor | None = None
+    for picked, ids in length_batches(rows, batch_tokens):
+        prefix = target.prefix_kv(ids.to(target.device))
+        both = torch.stack([torch.stack(prefix.keys, 2), torch.stack(prefix.values, 2)], 3)
+        if kv is None:
+            kv = torch.empty(int(offsets[-1]), *both.shape[2:], dtype=both.dtype)
+        for j, i in enumerate(picked):
+            kv[int(offsets[i]) : int(offsets[i + 1])] = both[j, : lengths[i]]
+    assert kv is not None
+    return {"offsets": offsets, "kv": kv}
+
+
+def build_prefixes(
+    recordings: Path,
+    out: Path,
+    target: TargetPass,
+    *,
+    batch_tokens: int = 4096,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Computes the K/V of every shard that has none yet (a killed run continues with the next shard).
+
+    Raises:
+        ValueError: ``out`` was made with another target or another last tap, or is damaged.
+    """
+    files = shards(recordings)
+    out.mkdir(parents=True, exist_ok=True)
+    meta = {"layers": max(target.tap_ids) + 1, "target": fingerprint(target)}
+    path = out / "prefixes.json"
+    if not path.exists():
+        write_atomic(path, json.dumps(meta) + "\n")
+    elif (old := read_object(path, "delete the folder to have it made again")) != meta:
+        raise ValueError(f"out: {out} holds prefixes made with {old}, not {meta}; use a new folder")
+    for done, shard in enumerate(files, 1):
+        file = out / (shard.stem + ".pt")
+        if not file.exists():
+            save_atomic(file, _extract(target, load_shard(shard), batch_tokens))
+        if progress:
+            progress(done, len(files))
+
+
+class PrefixStore:
+    """K/V of recordings by shard and number in it (memory-mapped)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[str, dict[str, Tensor]] = {}
+
+    def __call__(self, shard: str, number: int, length: int) -> Tensor:
+        """``[length, layers, 2, nkv, d]`` of recording ``number`` of the shard with that stem.
+
+        Raises:
+            ValueError: the file was made from other recordings.
+        """
+        if shard not in self._maps:
+            self._maps[shard] = load_saved(self._folder / f"{shard}.pt", mmap=True)
+        data = self._maps[shard]
+        start, end = data["offsets"][number : number + 2].tolist()
+        if end - start != length:
+            raise ValueError(
+                f"prefixes: {self._folder / shard}.pt was made from other recordings; "
+                f"delete {self._folder} to have it made again"
+            )
+        return data["kv"][start:end]
+
+
+def stack_prefixes(parts: Sequence[Tensor], width: int, device: torch.device) -> Prefix:
+    """K/V of sequences ``[T_i, layers, 2, nkv, d]`` side by side, padded on the right to ``width``."""
+    layers = parts[0].shape[1]
+    kv = torch.zeros(layers, 2, len(parts), width, *parts[0].shape[3:], dtype=parts[0].dtype)
+    for i, part in enumerate(parts):
+        kv[:, :, i, : len(part)] = part.permute(1, 2, 0, 3, 4)
+    kv = kv.to(device)
+    return Prefix([kv[layer, 0] for layer in range(layers)], [kv[layer, 1] for layer in range(layers)])

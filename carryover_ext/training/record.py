@@ -1,0 +1,71 @@
+"""`carryover record`: the target answers prompts."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from carryover_ext.cli import positive, temperature
+from carryover_ext.training.commands import add_device, progress_bar, training_device
+
+
+def add_record_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--target", default="smollm2-135m", help="named target, Hugging Face folder or hub id"
+    )
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True, help="JSON-lines files of prompts")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the recording (resumed when it exists)"
+    )
+    parser.add_argument("--limit", type=positive, help="prompts of each file")
+    parser.add_argument("--max-new-tokens", type=positive, default=160)
+    parser.add_argument("--max-prompt-tokens", type=positive, default=288)
+    parser.add_argument("--temperature", type=temperature, default=0.0)
+    parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
+    parser.add_argument("--batch", type=positive, default=32)
+    add_device(parser)
+    parser.add_argument(
+        "--shard-size", type=positive, default=256, help="prompts a shard: what a killed run can lose"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_record(args: argparse.Namespace) -> int:
+    from carryover_ext.pretrained import load_target, load_tokenizer, stop_token_ids, target_path
+    from carryover_ext.training.backends import engine_backend, vllm_backend
+    from carryover_ext.training.recordings import load_prompts, record
+
+    tokenizer = load_tokenizer(args.target)
+    prompts = load_prompts(
+        args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit
+    )
+    if not prompts:
+        raise ValueError(f"--prompts: nothing of at most {args.max_prompt_tokens} tokens in {args.prompts}")
+    common = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    if args.backend == "vllm":
+        backend = vllm_backend(
+            target_path(args.target), max_prompt_tokens=args.max_prompt_tokens, batch=args.batch, **common
+        )
+    else:
+        from carryover_ext.targets import TappedTarget
+
+        model, _ = load_target(args.target)
+        backend = engine_backend(
+            TappedTarget(model.to(training_device(args.device))),
+            stop_token_ids=stop_token_ids(model),
+            batch=args.batch,
+            **common,
+        )
+    settings = {"target": str(args.target), "backend": args.backend, "batch": args.batch, **common}
+    with progress_bar("recording") as bar:
+        task = bar.add_task("recording", total=len(prompts), note="")
+        start = time.monotonic()
+
+        def show(done: int, total: int, tokens: int) -> None:
+            rate = tokens / max(1e-9, time.monotonic() - start)
+            bar.update(task, completed=done, note=f"{tokens:,} response tokens, {rate:.0f} tokens/s")
+
+        record(prompts, backend, args.out, settings=settings, shard_size=args.shard_size, progress=show)
+    print(f"recorded {len(prompts)} answers in {args.out}")
+    return 0
