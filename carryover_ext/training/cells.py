@@ -51,7 +51,8 @@ def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lr", type=float, default=1.5e-3, help="of the starts")
     parser.add_argument("--arm-lr", type=float, default=3e-4)
     parser.add_argument("--gamma", type=float, default=3.0)
-    parser.add_argument("--reuse", type=positive, default=2, help="steps on each batch of rejects")
+    parser.add_argument("--reuse", type=positive, default=3, help="steps on each batch of rejects")
+    parser.add_argument("--keep-prefixes", action="store_true", help="see `carryover train`")
     parser.add_argument("--limit", type=positive, default=96, help="held-out recordings of an evaluation")
     parser.add_argument("--minutes", type=float, help="begin no further part after this time")
     parser.add_argument(
@@ -144,6 +145,7 @@ def _target_parts(args: argparse.Namespace, target: str, folders: Sequence[Path]
                 args.arm_steps,
                 *("--init", start, "--objective", objective, "--lr", args.arm_lr),
                 *("--cycle", 16, "--reuse", args.reuse, "--seed", 1),
+                *(["--keep-prefixes"] if args.keep_prefixes else []),
             )
             for objective in (CONTROL, CARRY)
         }
