@@ -272,6 +272,27 @@ def test_training_forward_equals_the_decoding_drafter(model, recorded, embed_at,
     assert checked >= 6
 
 
+def test_both_arms_of_a_pair_see_the_same_batches(model, recorded):
+    config, states = drafter_config(), []
+    for objective in ("shifted", "carryover"):
+        settings = TrainSettings(objective=objective, steps=6, sequences=2, anchors=3, cycle=2, reuse=1)
+        target = TargetPass(model, TAPS)
+        ones = torch.ones(config.num_features)
+        trainer = Trainer(
+            config,
+            weights_for(config, model),
+            ones,
+            Head.make(target, None),
+            FeatureStore(*recorded),
+            settings,
+            target,
+        )
+        trainer.run_cycle()
+        trainer.run_cycle()
+        states.append((trainer.generator.get_state(), trainer.order))
+    assert torch.equal(states[0][0], states[1][0]) and states[0][1] == states[1][1]
+
+
 def test_accepted_equals_the_targets_own_judgement(model, recorded):
     config = drafter_config()
     weights = weights_for(config, model)

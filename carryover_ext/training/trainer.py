@@ -235,11 +235,12 @@ class Trainer:
         context = encode_rows(p, config, batch.features * self.feature_scale)
         embeds = block_embeddings(self.head, config, gather_rows(batch.ids, anchors))
         carried = mask = positions = None
+        if rejects is not None:  # the control draws as well: both arms of a pair see the same batches
+            s, n = anchors.shape
+            drawn = torch.rand(s * self.ranks.size, n, generator=self.generator, device="cpu")
         if rejects is not None and rejects.features is not None:
             assert rejects.mask is not None and rejects.positions is not None
             carried = encode_rows(p, config, rejects.features * self.feature_scale, carried=True)
-            s, n = anchors.shape
-            drawn = torch.rand(s * self.ranks.size, n, generator=self.generator, device="cpu")
             keep = drawn[self.ranks.share(len(drawn))].to(anchors.device) >= self.settings.drop_segment
             mask, positions = rejects.mask & keep[..., None], rejects.positions
             if config.carry_positions == "shifted":
