@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -146,19 +147,10 @@ def open_store(
     )
 
 
-def make_prefixes(recordings: Path, features: Path, target: Any) -> Path:
-    """The folder of a recording's prefixes, which are made where they are missing."""
-    from carryover_ext.training.prefixes import build_prefixes
-
-    folder = features.with_name(features.name + "-prefixes")
-    with progress_bar("target prefixes") as bar:
-        task = bar.add_task("prefixes", total=None, note="shards")
-        build_prefixes(
-            recordings,
-            folder,
-            target,
-            progress=lambda done, n: bar.update(task, completed=done, total=n),
-        )
+def _build(name: str, build: Callable[..., None], recordings: Path, folder: Path, target: Any) -> Path:
+    with progress_bar(f"target {name}") as bar:
+        task = bar.add_task(name, total=None, note="shards")
+        build(recordings, folder, target, progress=lambda done, n: bar.update(task, completed=done, total=n))
     return folder
 
 
@@ -167,15 +159,15 @@ def make_features(recordings: Path, features: Path | None, target: Any) -> Path:
     from carryover_ext.training.features import build_features
 
     folder = features or recordings.with_name(recordings.name + "-features")
-    with progress_bar("target features") as bar:
-        task = bar.add_task("features", total=None, note="shards")
-        build_features(
-            recordings,
-            folder,
-            target,
-            progress=lambda done, n: bar.update(task, completed=done, total=n),
-        )
-    return folder
+    return _build("features", build_features, recordings, folder, target)
+
+
+def make_prefixes(recordings: Path, features: Path, target: Any) -> Path:
+    """The folder of a recording's prefixes, beside its features; they are made where they are missing."""
+    from carryover_ext.training.prefixes import build_prefixes
+
+    folder = features.with_name(features.name + "-prefixes")
+    return _build("prefixes", build_prefixes, recordings, folder, target)
 
 
 def default_mask_token(tokenizer: Any) -> int:
