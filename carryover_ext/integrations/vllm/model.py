@@ -1,8 +1,10 @@
-"""vLLM's DFlash and DSpark models with one more parameter, the carryover embedding.
+"""vLLM's DFlash, DFlash2 and DSpark models with one more parameter, the carryover embedding.
 
-The embedding is added by the proposers (:mod:`.v1`, :mod:`.v2`) to the rows that were rejected, after ``fc``
-and before the norm, so that these models compute what the stock ones do. It lives in the hidden size, which
-tensor parallelism replicates; the K and V projections after it are sharded by vLLM as ever.
+It is added to the rows that were rejected, after ``fc`` and before the norm. The V1 proposer (:mod:`.v1`)
+adds it to the states before it hands them over. The V2 speculator (:mod:`.v2`) marks the rows of its buffer
+instead, since where vLLM fills that buffer changes from version to version, and with 0.33 is inside the
+captured graph. The embedding lives in the hidden size, which tensor parallelism replicates; the K and V
+projections after it are sharded by vLLM as ever.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM, DFlash2Qwen3Model
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
 EMBEDDING = "carryover_embedding"
@@ -49,29 +52,60 @@ def _require_embedding(seen: set[str], folder: str) -> None:
         )
 
 
+class _CarryoverModel(DFlashQwen3ForCausalLM):
+    """What the three models share: the parameter is required, and marked rows get it."""
+
+    marked: tuple[Tensor, Tensor] | None = None
+
+    def mark_rows(self, states: Tensor, rows: Tensor) -> None:
+        """From now on a row of the buffer ``states [T, H]`` gets the embedding where ``rows [T]`` (bool) is
+        True. Both are read whenever context is projected, also by a graph that was captured with them.
+        """
+        self.marked = (states, rows)
+
+    def precompute_and_store_context_kv(self, context_states: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.marked is not None and context_states.shape[0]:
+            states, rows = self.marked
+            row_bytes = states.stride(0) * states.element_size()
+            first, rest = divmod(context_states.data_ptr() - states.data_ptr(), row_bytes)
+            count = context_states.shape[0]
+            if rest or first < 0 or first + count > rows.shape[0]:
+                raise RuntimeError(
+                    "context_states are not rows of the speculator's hidden_states, where the rejected ones "
+                    "are marked: this vLLM is not one that carryover_ext knows; set CARRYOVER=off"
+                )
+            tagged = context_states + self.model.carryover_embedding
+            context_states = torch.where(rows[first : first + count, None], tagged, context_states)
+        super().precompute_and_store_context_kv(context_states, *args, **kwargs)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
+        seen: set[str] = set()
+        loaded = super().load_weights(_checked(weights, seen, self.config.vocab_size))
+        _require_embedding(seen, self.draft_model_config.model)
+        return loaded
+
+
 class CarryoverDFlashModel(DFlashQwen3Model):
     def __init__(self, *, vllm_config: Any, start_layer_id: int = 0, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
         _add_embedding(self, self.config, vllm_config.model_config.dtype)
 
 
-class CarryoverDFlashForCausalLM(DFlashQwen3ForCausalLM):
+class CarryoverDFlash2Model(DFlash2Qwen3Model):
+    def __init__(self, *, vllm_config: Any, start_layer_id: int = 0, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, start_layer_id=start_layer_id, prefix=prefix)
+        _add_embedding(self, self.config, vllm_config.model_config.dtype)
+
+
+class CarryoverDFlashForCausalLM(_CarryoverModel):
     model_cls = CarryoverDFlashModel
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        seen: set[str] = set()
-        loaded = super().load_weights(_checked(weights, seen, self.config.vocab_size))
-        _require_embedding(seen, self.draft_model_config.model)
-        return loaded
+
+class CarryoverDFlash2ForCausalLM(_CarryoverModel, DFlash2Qwen3ForCausalLM):
+    model_cls = CarryoverDFlash2Model
 
 
-class CarryoverDSparkForCausalLM(Qwen3DSparkForCausalLM):
+class CarryoverDSparkForCausalLM(_CarryoverModel, Qwen3DSparkForCausalLM):
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         _add_embedding(self.model, self.config, vllm_config.model_config.dtype)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        seen: set[str] = set()
-        loaded = super().load_weights(_checked(weights, seen, self.config.vocab_size))
-        _require_embedding(seen, self.draft_model_config.model)
-        return loaded
