@@ -60,7 +60,6 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     _DFLASH2: {"DFlash2Speculator.__init__": ("self", "vllm_config", "device")},
     _DSPARK: {"DSparkSpeculator.__init__": ("self", "vllm_config", "device")},
     _MODEL: {
-        "DFlashQwen3Model.__init__": ("self", "vllm_config", "start_layer_id", "prefix"),
         "DFlashQwen3ForCausalLM.__init__": ("self", "vllm_config", "prefix"),
         "DFlashQwen3ForCausalLM.load_weights": ("self", "weights"),
         "DFlashQwen3ForCausalLM.precompute_and_store_context_kv": (

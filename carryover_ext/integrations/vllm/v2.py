@@ -48,7 +48,7 @@ class CarryoverMixin:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self.carrying = self.plan.off is None
         self.watch: PrefixWatch | None = None
-        self.restored: dict[str, Sequence[int]] = {}  # by request, until it has been checked
+        self.restored: dict[str, Sequence[int]] = {}  # of the requests that came in this step
         if self.plan.off is not None:
             plain(self.plan.off)
             return
@@ -67,14 +67,15 @@ class CarryoverMixin:
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().set_attn(model_state, kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        self.watch = PrefixWatch.of(self.vllm_config, kv_cache_config, self.device)  # type: ignore[attr-defined]
-        if self.watch is not None:
-            self._hear_of_requests(model_state)
         groups = [group for row in self.attn_groups for group in row]  # type: ignore[attr-defined]
         problem = backend_problem(group.backend.get_name() for group in groups)
         if self.carrying and problem is not None:
             self.carrying = False
             plain(problem)
+        if self.carrying:
+            self.watch = PrefixWatch.of(self.vllm_config, kv_cache_config, self.device)  # type: ignore[attr-defined]
+        if self.watch is not None:
+            self._hear_of_requests(model_state)
 
     def _hear_of_requests(self, model_state: Any) -> None:
         """Keep the restored tokens of each request that comes, for the watch: no speculator is told."""
@@ -126,7 +127,8 @@ class CarryoverMixin:
         first_group = self._context_slot_mappings.data_ptr()  # type: ignore[attr-defined]
         if self.watch is not None and a["context_slot_mapping"].data_ptr() == first_group:
             for i, request in enumerate(batch_in.req_ids[:batch]):
-                self.watch.check(request, table[i], self.restored.pop(request, ()), block_size)
+                self.watch.check(request, table[i], self.restored.get(request, ()), block_size)
+            self.restored.clear()
             self.watch.note(context_slots, batch_in.input_ids[:num_rows], rows.carried, query)
 
 
