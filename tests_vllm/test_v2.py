@@ -53,16 +53,16 @@ def test_dflash(world: World, carryover) -> None:
 
 
 def test_sampled_output_has_the_targets_law(world: World, carryover, monkeypatch) -> None:
-    """As the test of V1 does. The control accepts every draft."""
+    """As the test of V1 does, with fewer answers: the interpreter needs 0.1 s for each."""
     llm, _ = carryover
-    prompt, number = random_prompt(7, 9), 768
+    prompt, number = random_prompt(7, 9), 256
     expected = law.of_second_token(world.target, prompt)
     before = engine.metrics(llm)["num_draft_tokens"]
     assert law.chi_square(law.second_tokens(llm, prompt, number, 32), expected) > 1e-3
     assert engine.metrics(llm)["num_draft_tokens"] - before >= number
     judge = engine.runner(llm).rejection_sampler
     monkeypatch.setattr(judge, "synthetic_conditional_rates", torch.ones(K))
-    assert law.chi_square(law.second_tokens(llm, prompt, number, 32), expected) < 1e-6
+    assert law.chi_square(law.second_tokens(llm, prompt, 96, 32), expected) < 1e-6
 
 
 def test_a_lost_context_is_noticed(world: World, carryover, vllm_log: list[str]) -> None:
