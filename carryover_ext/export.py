@@ -257,11 +257,6 @@ def _check_engine(c: _Checkpoint, to: str) -> None:
             "this "
             "package's engine"
         )
-    if config.carryover and config.carry_embed_at != "pre_norm":
-        c.notes.append(
-            f"carry_embed_at={config.carry_embed_at!r}: vLLM drafts with it under CARRYOVER=off only, "
-            "without the carried rows"
-        )
     scale = config.input_embedding_scale
     if scale is not None and scale != 1:
         raise ValueError(f"input_embedding_scale={scale}: vLLM's DFlash does not scale its embeddings")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,29 @@ def chi_square(counts: torch.Tensor, law: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
 
 
-def second_tokens(llm: Any, prompt: list[int], number: int, batch: int = 8) -> torch.Tensor:
-    """Counts ``[V]`` of the second tokens of ``number`` answers at T=1."""
+@contextmanager
+def drafting(llm: Any, token: int) -> Iterator[None]:
+    """The engine's first draft is ``token`` in every round; a random one would hardly ever be accepted."""
+    drafter = engine.proposer(llm)
+    propose = drafter.propose
+
+    def proposing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        drafts = propose(*args, **kwargs).clone()
+        drafts[:, 0] = token
+        return drafts
+
+    drafter.propose = proposing
+    try:
+        yield
+    finally:
+        del drafter.propose
+
+
+def second_tokens(llm: Any, prompt: list[int], number: int, draft: int, batch: int = 8) -> torch.Tensor:
+    """Counts ``[V]`` of the second tokens of ``number`` answers at T=1, for which ``draft`` was drafted."""
     out = []
-    for start in range(0, number, batch):
-        prompts = [prompt] * min(batch, number - start)
-        out += engine.generate(llm, prompts, 2, temperature=1.0, seed=None)
+    with drafting(llm, draft):
+        for start in range(0, number, batch):
+            prompts = [prompt] * min(batch, number - start)
+            out += engine.generate(llm, prompts, 2, temperature=1.0, seed=None)
     return torch.bincount(torch.tensor([tokens[1] for tokens in out]), minlength=VOCAB)

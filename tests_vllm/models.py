@@ -16,6 +16,7 @@ from carryover_ext.integrations.vllm import DFLASH2_ARCHITECTURE
 LAYERS, HIDDEN, VOCAB, TAPS, BLOCK = 4, 64, 300, [0, 2], 5
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 MASK = 3
+SHARP = 3.0  # factor of the target's logits: at T=1 a handful of tokens has most of the mass
 
 
 def save_target(folder: Path, seed: int = 0) -> Path:
@@ -33,7 +34,10 @@ def save_target(folder: Path, seed: int = 0) -> Path:
         initializer_range=0.15,
         **HEADS,
     )
-    LlamaForCausalLM(config).float().save_pretrained(folder)
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(SHARP)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -69,7 +73,8 @@ def save_drafter(
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2:
-                torch.nn.init.normal_(parameter, std=1.5 * parameter.shape[1] ** -0.5)
+                sharp = SHARP if "markov_w2" in name else 1.0  # its bias adds to the target's logits
+                torch.nn.init.normal_(parameter, std=1.5 * sharp * parameter.shape[1] ** -0.5)
             elif name == "carryover_embedding":
                 torch.nn.init.normal_(parameter, std=2.0)
             elif "k_norm" in name:  # sharp attention: a single row decides now and then

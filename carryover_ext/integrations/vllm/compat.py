@@ -60,6 +60,7 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     _DFLASH2: {"DFlash2Speculator.__init__": ("self", "vllm_config", "device")},
     _DSPARK: {"DSparkSpeculator.__init__": ("self", "vllm_config", "device")},
     _MODEL: {
+        "DFlashQwen3Model._project_context_kv": ("self", "context_states"),
         "DFlashQwen3ForCausalLM.__init__": ("self", "vllm_config", "prefix"),
         "DFlashQwen3ForCausalLM.load_weights": ("self", "weights"),
         "DFlashQwen3ForCausalLM.precompute_and_store_context_kv": (
@@ -75,6 +76,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "prepare_dflash_inputs": ("block_table", "block_size", "cp_size", "num_query_per_req", "max_model_len"),
     "DFlashSpeculator.set_attn": ("block_tables",),
     "DraftModelSpeculator.load_model": (),
+    "DFlashQwen3Model._project_context_kv": ("num_ctx", "num_layers", "num_kv_heads", "head_dim"),
     "DFlashQwen3ForCausalLM.precompute_and_store_context_kv": (),
 }
 # What else must fit for the class that a module gives.

@@ -109,10 +109,7 @@ class CarryoverProposer(DFlashProposer):
             rows = find_rejected(
                 target_hidden_states.shape[0], cad.query_start_loc[: batch + 1], rejected, carried
             )
-            embedding = self.model.model.carryover_embedding
-            self._dflash_hidden_states = torch.where(
-                rows.carried[:, None], target_hidden_states + embedding, target_hidden_states
-            )
+            self.model.mark_rows(target_hidden_states, rows.carried, once=True)
             verified = target_positions[0] if target_positions.dim() == 2 else target_positions
             is_carried = rows.carried
             positions = self._context_positions_buffer[: rows.carried.shape[0]]
