@@ -14,6 +14,8 @@ import law
 import models
 import pytest
 import scenes
+import signatures
+import torch
 from conftest import World, random_prompt
 from safetensors.torch import load_file, save_file
 
@@ -116,6 +118,32 @@ def test_sampled_output_has_the_targets_law(world: World, carryover, monkeypatch
 
 def test_a_lost_context_is_noticed(world: World, carryover, vllm_log: list[str]) -> None:
     scenes.lost_context(world, *carryover, vllm_log)
+
+
+def test_states_from_elsewhere_are_refused(carryover) -> None:
+    """Marks are kept by the place of a row; a vLLM that projects copies would be tagged wrongly."""
+    model = engine.proposer(carryover[0]).model
+    states, rows = torch.zeros(8, models.HIDDEN), torch.ones(8, dtype=torch.bool)
+    for once, other in (
+        (False, states.clone()),
+        (False, states[4:].clone()),
+        (True, torch.zeros_like(states)),
+    ):
+        model.mark_rows(states, rows, once=once)
+        with pytest.raises(RuntimeError, match=r"not rows of the proposer's states.*CARRYOVER=off"):
+            model.precompute_and_store_context_kv(other, torch.zeros(len(other), dtype=torch.int64))
+    assert model._rows(states[2:5]).shape == (3,)
+    model.marked = None
+
+
+def test_the_signatures_of_this_vllm() -> None:
+    """Read from the sources and from the functions: both are what the plugin relies on."""
+    import vllm
+
+    found = signatures.problems(Path(vllm.__file__).parents[1])
+    assert set(found.values()) == {None}
+    assert {name: compat.signature_problem(name) for name in found} == found
+    assert compat.version_problem(vllm.__version__) is None
 
 
 def test_off_is_the_drafter_without_the_rows(world: World, monkeypatch, vllm_log: list[str]) -> None:
