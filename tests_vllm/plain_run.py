@@ -30,10 +30,13 @@ NAMES = (
     "vllm.transformers_utils.configs.speculators.algos:SUPPORTED_SPECULATORS_TYPES",
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model",
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM",
+    "vllm.model_executor.models.qwen3_dflash2:DFlash2Qwen3ForCausalLM",
+    "vllm.model_executor.models.qwen3_dspark:Qwen3DSparkForCausalLM",
     *(
         (
             f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator",
             f"{_SPECULATORS}.dflash.speculator:prepare_dflash_inputs",
+            f"{_SPECULATORS}.dflash2.speculator:DFlash2Speculator",
             f"{_SPECULATORS}.dspark.speculator:DSparkSpeculator",
             "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
         )
@@ -121,6 +124,7 @@ def main() -> None:
         "finders": [getattr(finder, "__module__", "") for finder in map(type, sys.meta_path)],
         "drafts": drafts,
         "states": bits.hexdigest(),
+        "prompts": prompts,
         "answers": [list(o.outputs[0].token_ids) for o in out],
     }
     print("\n" + json.dumps(result))

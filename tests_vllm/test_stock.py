@@ -104,9 +104,11 @@ def pip(python: Path, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", "-q", "--python", str(python), *arguments], check=True)
 
 
-def check_equal(stock: dict, installed: dict, hooked: set[str]) -> None:
+def check_equal(world: World, stock: dict, installed: dict, hooked: set[str]) -> None:
     """Bits and code of the two runs; ``hooked``: the only names that the plugin may have changed."""
     assert len(stock["drafts"]) > 5 and sum(map(len, stock["answers"])) == 60
+    expected = [world.answer(p, len(a)) for p, a in zip(stock["prompts"], stock["answers"], strict=True)]
+    assert stock["answers"] == expected
     for key in ("drafts", "states", "answers", "proposer", "model", "runner"):
         assert installed[key] == stock[key], key
     keys = stock["origins"].keys() | installed["origins"].keys()
@@ -140,7 +142,7 @@ def test_installed_and_uninstalled(world: World, tmp_path: Path) -> None:
     stock = run(python, world, drafter)
     assert stock["proposer"] == "vllm.v1.spec_decode.dflash.DFlashProposer"
     assert stock["model"] == "vllm.model_executor.models.qwen3_dflash.DFlashQwen3ForCausalLM"
-    check_equal(stock, installed, {"vllm.v1.spec_decode.dflash:DFlashProposer.__new__", *FORMATS})
+    check_equal(world, stock, installed, {"vllm.v1.spec_decode.dflash:DFlashProposer.__new__", *FORMATS})
     assert vllm_problems() == []
 
 
@@ -156,5 +158,6 @@ def test_with_and_without_the_plugin(world: World, tmp_path: Path) -> None:
     assert installed["package"] is not None
     assert stock["proposer"] == "vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator"
     speculators = "vllm.v1.worker.gpu.spec_decode"
-    hooked = {f"{speculators}.{n.lower()}.speculator:{n}Speculator.__new__" for n in ("DFlash", "DSpark")}
-    check_equal(stock, installed, hooked | FORMATS)
+    names = ("DFlash", "DFlash2", "DSpark")
+    hooked = {f"{speculators}.{name.lower()}.speculator:{name}Speculator.__new__" for name in names}
+    check_equal(world, stock, installed, hooked | FORMATS)
