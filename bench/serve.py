@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +200,16 @@ def counters(url: str) -> dict[str, float]:
     return found
 
 
-def ask(url: str, prompt: list[int], args: argparse.Namespace, temperature: float) -> dict[str, Any]:
+def ask(
+    url: str, prompt: list[int], args: argparse.Namespace, temperature: float, seed: int
+) -> dict[str, Any]:
     """One streamed completion: its text, tokens, and the times of its first and last token."""
     body = {
         "model": "target",
         "prompt": prompt,
         "max_tokens": args.max_new_tokens,
         "temperature": temperature,
-        "seed": 0,
+        "seed": seed,
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": bool(args.forced_acceptance),
@@ -239,19 +242,27 @@ def ask(url: str, prompt: list[int], args: argparse.Namespace, temperature: floa
 
 
 def drive(
-    server: Server, prompts: list[list[int]], args: argparse.Namespace, at_a_time: int, temperature: float
+    server: Server,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    at_a_time: int,
+    temperature: float,
+    repetition: int,
 ) -> dict[str, Any]:
-    """All prompts to one server, ``at_a_time`` of them under way: a record for the report."""
+    """All prompts to one server, ``at_a_time`` of them under way: a record for the report. Each repetition
+    samples with a seed of its own."""
     before = counters(server.url)
     with ThreadPoolExecutor(at_a_time) as pool:
         start = time.perf_counter()
-        replies = list(pool.map(lambda prompt: ask(server.url, prompt, args, temperature), prompts))
+        ask_one = partial(ask, server.url, args=args, temperature=temperature, seed=repetition)
+        replies = list(pool.map(ask_one, prompts))
         seconds = time.perf_counter() - start
     after = counters(server.url)
     return {
         "arm": server.arm,
         "concurrency": at_a_time,
         "temperature": temperature,
+        "repetition": repetition,
         "seconds": seconds,
         "replies": replies,
         "counters": {key: value - before.get(key, 0.0) for key, value in after.items()},
@@ -273,7 +284,7 @@ def spread(prompts: list[bench.Prompt], limit: int) -> list[bench.Prompt]:
 def warm(args: argparse.Namespace, arm: bench.Arm, prompt: list[int]) -> Iterator[Server]:
     print(f"starting {arm.name}", flush=True)
     with serving(args, arm) as server:
-        drive(server, [prompt], args, 1, 0.0)  # compilers and caches, once
+        drive(server, [prompt], args, 1, 0.0, 0)  # compilers and caches, once
         yield server
 
 
@@ -292,11 +303,11 @@ def measure(
         for repetition in range(args.repeat):
             for i, (temperature, level) in enumerate(cells if servers else ()):
                 for server in rotated(servers, repetition * len(cells) + i):
-                    yield drive(server, prompts, args, level, temperature) | {"repetition": repetition}
+                    yield drive(server, prompts, args, level, temperature, repetition)
             for arm in rotated(arms, repetition) if not servers else ():
                 with warm(args, arm, prompts[0]) as server:
                     for temperature, level in cells:
-                        yield drive(server, prompts, args, level, temperature) | {"repetition": repetition}
+                        yield drive(server, prompts, args, level, temperature, repetition)
 
 
 def numbers(text: str, kind: type) -> list[Any]:

@@ -85,10 +85,11 @@ def test_counters(url: str) -> None:
 def test_requests(url: str) -> None:
     Handler.asked.clear()
     server = serve.Server("dflash", url, None, Path("log"))
-    record = serve.drive(server, [[1, 2], [3]], options(), 2, 0.5)
+    record = serve.drive(server, [[1, 2], [3]], options(), 2, 0.5, 3)
     assert [reply["text"] for reply in record["replies"]] == ["abcd", "abcd"]
     assert all(reply["tokens"] == 7 and reply["tpot"] >= 0 for reply in record["replies"])
     assert sorted(body["prompt"] for body in Handler.asked) == [[1, 2], [3]]
+    assert record["repetition"] == 3 and all(body["seed"] == 3 for body in Handler.asked)
     assert all(body["temperature"] == 0.5 and body["max_tokens"] == 9 for body in Handler.asked)
 
 
@@ -151,7 +152,9 @@ def test_the_order_of_the_arms_rotates(monkeypatch, resident: bool) -> None:
 
     monkeypatch.setattr(serve, "warm", warm)
     monkeypatch.setattr(
-        serve, "drive", lambda arm, prompts, args, level, t: {"arm": arm.name, "cell": (t, level)}
+        serve,
+        "drive",
+        lambda arm, prompts, args, level, t, i: {"arm": arm.name, "cell": (t, level), "repetition": i},
     )
     arms = list(bench.ARMS.values())[:3]
     found = list(serve.measure(options(temperature="0,1", resident=resident), arms, [[1]]))
