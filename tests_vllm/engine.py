@@ -113,8 +113,10 @@ def watch(drafter: Any, of_runner: Any, referee: Referee) -> None:
             return propose(*args, **kwargs)
         rounds = _rows_v2(of_runner, *args) if V2 else _rows_v1(of_runner, kwargs)
         drafts = propose(*args, **kwargs).clone()
+        # From 0.33 on V2 may ask for none, for requests that end: context is stored, old drafts come back.
+        asked = kwargs.get("num_speculative_tokens")  # None: all
         for i, rows in enumerate(rounds):
-            drafts[i] = referee.judge(*rows, drafts[i])
+            drafts[i, :asked] = referee.judge(*rows, drafts[i, :asked])
         return drafts
 
     drafter.propose = watching
