@@ -297,11 +297,16 @@ def test_what_the_reader_cannot_do_is_said(tmp_path: Path) -> None:
     source = make(tmp_path / "own", carryover=False)
     with pytest.raises(ValueError, match="the zlab layout has no carryover embedding"):
         export_checkpoint(source, tmp_path / "out", "zlab", warm_start=True)
-    config = DrafterConfig.from_pretrained(make(tmp_path / "post"))
-    config.carryover_config = CarryoverConfig(carry_embed_at="post_norm")
-    config.save_pretrained(tmp_path / "post")
-    notes = export_checkpoint(tmp_path / "post", tmp_path / "out", "vllm").notes
-    assert any("carry_embed_at='post_norm'" in note for note in notes)
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_the_switches_travel(tmp_path: Path, target: Path, to: str) -> None:
+    config = DrafterConfig.from_pretrained(make(tmp_path / "own"))
+    config.carryover_config = CarryoverConfig(carry_embed_at="post_norm", carry_positions="shifted")
+    config.save_pretrained(tmp_path / "own")
+    export_checkpoint(tmp_path / "own", tmp_path / "out", to, target=str(target))
+    switches = {"enabled": True, "carry_embed_at": "post_norm", "carry_positions": "shifted"}
+    assert config_of(tmp_path / "out")["carryover_config"] == switches
 
 
 def test_command(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
