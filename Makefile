@@ -28,7 +28,7 @@ GPU_CHECK_FLAGS ?=
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
 CXX_FILES = $(shell find csrc tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all test-vllm test-vllm-quick bench gpu-check lint wheel install clean
+.PHONY: demo test test-all test-vllm test-vllm-v1 test-vllm-v2 test-vllm-quick bench gpu-check lint wheel install clean
 .DELETE_ON_ERROR:
 
 demo: install
@@ -39,10 +39,17 @@ test: install $(VENV)/.dev
 	-$(BIN)/carryover env --fetch smollm2-135m
 	$(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS) tests
 
-# In the real vLLM, in a venv of its own (2.5 GB). V2 runs its Triton kernels in the interpreter.
+# In the real vLLM, in a venv of its own (2.5 GB): both runners side by side where there are two cores; each prints when
+# it is done. V2 runs its Triton kernels in the interpreter.
 test-vllm: $(VLLM_VENV)/.package
-	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) tests_vllm/test_v1.py tests_vllm/test_parallel.py
-	$(VLLM_ENV) VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) tests_vllm/test_v2.py
+	+@$(MAKE) --no-print-directory -O -k -j $(if $(filter 1,$(CORES)),1,2) test-vllm-v1 test-vllm-v2
+
+test-vllm-v1: $(VLLM_VENV)/.package
+	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) $(addprefix tests_vllm/test_,v1.py parallel.py stock.py)
+
+test-vllm-v2: $(VLLM_VENV)/.package
+	$(VLLM_ENV) VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) \
+	  $(addprefix tests_vllm/test_,v2.py stock.py)
 
 test-vllm-quick: $(VLLM_VENV)/.package
 	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest $(VLLM_FLAGS) tests_vllm/test_v1.py -k "references or mistakes"

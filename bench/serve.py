@@ -2,10 +2,15 @@
 
     python bench/serve.py --target smollm2-135m --prompts prompts.jsonl --limit 8
 
-All servers run at once, each with its own drafter; requests go to one of them at a time, in an order that
-rotates from repetition to repetition, so that a slow minute of the machine falls on all arms. Run it with a
-Python that has vLLM and carryover_ext (`make test-vllm` makes one: .venv-vllm/bin/python). On a GPU give each
-server its part of the memory: --vllm-args="--gpu-memory-utilization 0.2".
+In each repetition every arm gets a server, one after the other, in an order that rotates, so that a slow
+quarter of an hour of the machine falls on all arms, and one server's memory is enough. With --resident all
+servers stay up, and requests go to one of them at a time: the arms then alternate within minutes. On a GPU
+give each its part of the memory: --vllm-args="--gpu-memory-utilization 0.2". Run it with a Python that has
+vLLM and carryover_ext (`make test-vllm` makes one: .venv-vllm/bin/python).
+
+vLLM's CPU backend samples wrongly at temperature above 0 with any drafter; the plugin mends that where its
+drafter runs. There the baseline is served as a Carryover checkpoint with a zero embedding and CARRYOVER=off,
+which drafts the same tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -22,8 +28,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +82,8 @@ def arguments() -> argparse.Namespace:
         metavar="LENGTH",
         help="accept as if AL were LENGTH (vLLM's synthetic acceptance): arms then differ in cost alone",
     )
+    parser.add_argument("--resident", action="store_true", help="all servers at once (needs their memory)")
+    parser.add_argument("--compile", action="store_true", help="let vLLM compile on the CPU, too")
     parser.add_argument("--vllm-args", default="", help="further arguments of `vllm serve`")
     parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to start")
     parser.add_argument("--out", type=Path, default=Path("runs/serve"))
@@ -87,12 +96,25 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def drafter_folder(args: argparse.Namespace, which: str) -> Path:
-    """The drafter of an arm, exported for vLLM."""
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def export_drafters(args: argparse.Namespace, arms: list[bench.Arm], sampled: bool) -> None:
+    """Write the drafters of ``arms`` for vLLM, where :func:`command` looks for them. UserError for one that
+    is missing or does not fit."""
     settings = bench.Settings(args.target, "", [], drafter=args.drafter, baseline=args.baseline)
-    out = args.out / "drafters" / which
-    export_checkpoint(bench.checkpoint_folder(settings, which), out, "vllm", target=target_path(args.target))
-    return out
+    for which in sorted({arm.drafter for arm in arms if arm.drafter}):
+        source = bench.checkpoint_folder(settings, which)
+        mended = which == "baseline" and sampled and not on_gpu()
+        mended = mended and not DrafterConfig.from_pretrained(source).carryover
+        out = args.out / "drafters" / which
+        try:
+            export_checkpoint(source, out, "vllm", target=target_path(args.target), warm_start=mended)
+        except (OSError, ValueError) as e:
+            raise bench.UserError(f"drafter {source}: {e}") from e
 
 
 def command(args: argparse.Namespace, arm: bench.Arm, port: int) -> list[str]:
@@ -100,9 +122,13 @@ def command(args: argparse.Namespace, arm: bench.Arm, port: int) -> list[str]:
     parts = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target_path(args.target)]
     parts += ["--served-model-name", "target", "--host", "127.0.0.1", "--port", str(port)]
     parts += ["--dtype", args.dtype, "--max-model-len", str(args.max_model_len)]
-    parts += ["--no-enable-prefix-caching", *shlex.split(args.vllm_args)]
+    parts += ["--max-num-seqs", str(max(numbers(args.concurrency, int)))]
+    parts += ["--no-enable-prefix-caching"]
+    if not (args.compile or on_gpu()):
+        parts += ["--enforce-eager"]
+    parts += shlex.split(args.vllm_args)
     if arm.drafter:
-        folder = drafter_folder(args, arm.drafter)
+        folder = args.out / "drafters" / arm.drafter
         config = DrafterConfig.from_pretrained(folder)
         speculative: dict[str, Any] = {
             "method": "dspark" if config.markov_rank else "dflash",
@@ -121,6 +147,7 @@ def serving(args: argparse.Namespace, arm: bench.Arm) -> Iterator[Server]:
     """Start one server and wait until it answers; it is ended on the way out."""
     port, log = free_port(), args.out / f"{arm.name}.log"
     env = os.environ | {"CARRYOVER": "on" if arm.carry else "off", "VLLM_NO_USAGE_STATS": "1"}
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB; without it vLLM takes half of the memory
     with log.open("wb") as file:
         process = subprocess.Popen(
             command(args, arm, port), stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -141,10 +168,11 @@ def serving(args: argparse.Namespace, arm: bench.Arm) -> Iterator[Server]:
         yield server
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        with suppress(ProcessLookupError):  # what is left of its processes
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def answers(url: str) -> bool:
@@ -172,14 +200,16 @@ def counters(url: str) -> dict[str, float]:
     return found
 
 
-def ask(url: str, prompt: list[int], args: argparse.Namespace, temperature: float) -> dict[str, Any]:
+def ask(
+    url: str, prompt: list[int], args: argparse.Namespace, temperature: float, seed: int
+) -> dict[str, Any]:
     """One streamed completion: its text, tokens, and the times of its first and last token."""
     body = {
         "model": "target",
         "prompt": prompt,
         "max_tokens": args.max_new_tokens,
         "temperature": temperature,
-        "seed": 0,
+        "seed": seed,
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": bool(args.forced_acceptance),
@@ -212,19 +242,27 @@ def ask(url: str, prompt: list[int], args: argparse.Namespace, temperature: floa
 
 
 def drive(
-    server: Server, prompts: list[list[int]], args: argparse.Namespace, at_a_time: int, temperature: float
+    server: Server,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    at_a_time: int,
+    temperature: float,
+    repetition: int,
 ) -> dict[str, Any]:
-    """All prompts to one server, ``at_a_time`` of them under way: a record for the report."""
+    """All prompts to one server, ``at_a_time`` of them under way: a record for the report. Each repetition
+    samples with a seed of its own."""
     before = counters(server.url)
     with ThreadPoolExecutor(at_a_time) as pool:
         start = time.perf_counter()
-        replies = list(pool.map(lambda prompt: ask(server.url, prompt, args, temperature), prompts))
+        ask_one = partial(ask, server.url, args=args, temperature=temperature, seed=repetition)
+        replies = list(pool.map(ask_one, prompts))
         seconds = time.perf_counter() - start
     after = counters(server.url)
     return {
         "arm": server.arm,
         "concurrency": at_a_time,
         "temperature": temperature,
+        "repetition": repetition,
         "seconds": seconds,
         "replies": replies,
         "counters": {key: value - before.get(key, 0.0) for key, value in after.items()},
@@ -242,40 +280,56 @@ def spread(prompts: list[bench.Prompt], limit: int) -> list[bench.Prompt]:
     return rows[:limit]
 
 
+@contextmanager
+def warm(args: argparse.Namespace, arm: bench.Arm, prompt: list[int]) -> Iterator[Server]:
+    print(f"starting {arm.name}", flush=True)
+    with serving(args, arm) as server:
+        drive(server, [prompt], args, 1, 0.0, 0)  # compilers and caches, once
+        yield server
+
+
+def rotated(parts: list[Any], turn: int) -> list[Any]:
+    shift = turn % len(parts)
+    return parts[shift:] + parts[:shift]
+
+
 def measure(
-    servers: list[Server],
-    prompts: list[list[int]],
-    args: argparse.Namespace,
-    levels: list[int],
-    temperatures: list[float],
+    args: argparse.Namespace, arms: list[bench.Arm], prompts: list[list[int]]
 ) -> Iterator[dict[str, Any]]:
     """A record for each repetition, temperature, concurrency and arm; the order of the arms rotates."""
-    turn = 0
-    for repetition in range(args.repeat):
-        for temperature in temperatures:
-            for level in levels:
-                shift = turn % len(servers)
-                turn += 1
-                for server in servers[shift:] + servers[:shift]:
-                    yield drive(server, prompts, args, level, temperature) | {"repetition": repetition}
+    cells = [(t, n) for t in numbers(args.temperature, float) for n in numbers(args.concurrency, int)]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(warm(args, arm, prompts[0])) for arm in arms if args.resident]
+        for repetition in range(args.repeat):
+            for i, (temperature, level) in enumerate(cells if servers else ()):
+                for server in rotated(servers, repetition * len(cells) + i):
+                    yield drive(server, prompts, args, level, temperature, repetition)
+            for arm in rotated(arms, repetition) if not servers else ():
+                with warm(args, arm, prompts[0]) as server:
+                    for temperature, level in cells:
+                        yield drive(server, prompts, args, level, temperature, repetition)
 
 
 def numbers(text: str, kind: type) -> list[Any]:
     try:
-        return [kind(part) for part in text.split(",") if part.strip()]
+        found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise SystemExit(f"{text!r}: must be numbers, separated by commas") from None
+        found = []
+    if not found:
+        raise SystemExit(f"{text!r}: must be numbers, separated by commas")
+    return found
 
 
 def main() -> int:
     args = arguments()
+    temperatures = numbers(args.temperature, float)
+    args.out.mkdir(parents=True, exist_ok=True)
     try:
         arms = [bench.ARMS[name] for name in bench.parse_arms(args.arms)]
         prompts = spread(bench.read_prompts(args.prompts), args.limit)
+        export_drafters(args, arms, max(temperatures) > 0)
     except bench.UserError as e:
         raise SystemExit(str(e)) from None
-    levels, temperatures = numbers(args.concurrency, int), numbers(args.temperature, float)
-    args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(args.target)
     ids = [encode_chat(tokenizer, [{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
     ids = [tokens for tokens in ids if len(tokens) + args.max_new_tokens <= args.max_model_len]
@@ -286,19 +340,12 @@ def main() -> int:
     if len(ids) < len(prompts):
         print(f"{len(prompts) - len(ids)} prompts are too long for --max-model-len and left out")
     records: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        servers = []
-        for arm in arms:
-            print(f"starting {arm.name}", flush=True)
-            servers.append(stack.enter_context(serving(args, arm)))
-        for server in servers:  # compilers and caches, once
-            drive(server, ids[:1], args, 1, 0.0)
-        try:
-            for record in measure(servers, ids, args, levels, temperatures):
-                records.append(record)
-                print(serve_report.line(record), flush=True)
-        except KeyboardInterrupt:
-            print("stopped: the tables hold what was measured so far")
+    try:
+        for record in measure(args, arms, ids):
+            records.append(record)
+            print(serve_report.line(record), flush=True)
+    except KeyboardInterrupt:
+        print("stopped: the tables hold what was measured so far")
     if not records:
         return 130
     settings = {key: value for key, value in vars(args).items() if key != "out"}

@@ -179,6 +179,7 @@ def plot(doc: dict[str, Any], path: Path) -> Path:
             ylim=(0, None),
         )
         top.set_xscale("log", base=2)
+        top.set_xticks(levels, [str(level) for level in levels])
         top.legend(frameon=False)
         bottom.set(
             xlabel="position of the draft", ylabel=f"accepted, % (at {cells[0]['concurrency']} a time)"

@@ -114,7 +114,7 @@ def export_checkpoint(
         tensors.pop(name, None)  # copies of the target's; written again where the reader wants them
     check_draft_vocabulary(tensors.get("d2t"), config.vocab_size)
     notes: list[str] = []
-    config = _with_embedding(config, tensors, plain, warm_start, str(source))
+    config = _with_embedding(config, tensors, plain, warm_start, str(source), notes)
     embed, head = (None, None) if target is None else target_weights(target)
     if embed is not None and head is not None:
         check_target(config, embed, head, _target_layers(str(target)), None, None)
@@ -169,9 +169,27 @@ def _check_source(config: DrafterConfig, tensors: dict[str, Tensor], source: str
 
 
 def _with_embedding(
-    config: DrafterConfig, tensors: dict[str, Tensor], plain: bool, warm_start: bool, source: str
+    config: DrafterConfig,
+    tensors: dict[str, Tensor],
+    plain: bool,
+    warm_start: bool,
+    source: str,
+    notes: list[str],
 ) -> DrafterConfig:
     has = EMBEDDING in tensors
+    if has and not config.carryover and not plain:
+        if warm_start:
+            raise ValueError(
+                f"warm_start: source={source!r} has a carryover embedding, which its config.json does not "
+                "enable; set carryover_config.enabled to true there and leave the option out"
+            )
+        # Readers build no parameter for it, so that it could not be loaded.
+        del tensors[EMBEDDING]
+        notes.append(
+            "config.json does not enable carryover: the embedding that the source holds is left out; set "
+            "carryover_config.enabled to true there to keep it"
+        )
+        return config
     if config.carryover and not has:
         raise ValueError(
             f"source={source!r}: config.json has carryover enabled, but there is no tensor {EMBEDDING!r}"
@@ -238,11 +256,6 @@ def _check_engine(c: _Checkpoint, to: str) -> None:
             f"markov_head_type={config.markov_head_type!r}: {to} knows 'vanilla' only; other heads draft in "
             "this "
             "package's engine"
-        )
-    if config.carryover and config.carry_embed_at != "pre_norm":
-        c.notes.append(
-            f"carry_embed_at={config.carry_embed_at!r}: vLLM drafts with it under CARRYOVER=off only, "
-            "without the carried rows"
         )
     scale = config.input_embedding_scale
     if scale is not None and scale != 1:

@@ -186,6 +186,29 @@ def test_warm_start_and_back(tmp_path: Path, target: Path, markov: bool) -> None
         assert torch.equal(tensor, found[name]), name
 
 
+@pytest.mark.parametrize("to", ["vllm", "speculators", "zlab"])
+@pytest.mark.parametrize("block", [True, False], ids=["disabled", "absent"])
+def test_an_embedding_that_the_config_does_not_enable_is_left_out(tmp_path, target, to, block) -> None:
+    """No reader builds a parameter for it: vLLM stopped at the tensor."""
+    source = make(tmp_path / "own")
+    config = config_of(source)
+    if block:
+        config["carryover_config"]["enabled"] = False
+    else:
+        del config["carryover_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    written = export_checkpoint(source, tmp_path / "out", to, target=str(target))
+    assert "carryover_embedding" not in tensors_of(tmp_path / "out")
+    assert written.architectures == ["DFlashSpeculator" if to == "speculators" else "DFlashDraftModel"]
+    assert any("carryover_config.enabled to true" in note for note in written.notes)
+    if to != "speculators":
+        assert not load_drafter(tmp_path / "out").config.carryover
+    with pytest.raises(ValueError, match=r"warm_start: .*does not enable; set carryover_config.enabled"):
+        export_checkpoint(source, tmp_path / "warm", "vllm", warm_start=True)
+    plain = export_checkpoint(source, tmp_path / "plain", "vllm", plain=True)
+    assert plain.architectures == ["DFlashDraftModel"] and not plain.notes
+
+
 def test_a_window_survives_transformers_reading(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
@@ -274,11 +297,16 @@ def test_what_the_reader_cannot_do_is_said(tmp_path: Path) -> None:
     source = make(tmp_path / "own", carryover=False)
     with pytest.raises(ValueError, match="the zlab layout has no carryover embedding"):
         export_checkpoint(source, tmp_path / "out", "zlab", warm_start=True)
-    config = DrafterConfig.from_pretrained(make(tmp_path / "post"))
-    config.carryover_config = CarryoverConfig(carry_embed_at="post_norm")
-    config.save_pretrained(tmp_path / "post")
-    notes = export_checkpoint(tmp_path / "post", tmp_path / "out", "vllm").notes
-    assert any("carry_embed_at='post_norm'" in note for note in notes)
+
+
+@pytest.mark.parametrize("to", ["vllm", "speculators"])
+def test_the_switches_travel(tmp_path: Path, target: Path, to: str) -> None:
+    config = DrafterConfig.from_pretrained(make(tmp_path / "own"))
+    config.carryover_config = CarryoverConfig(carry_embed_at="post_norm", carry_positions="shifted")
+    config.save_pretrained(tmp_path / "own")
+    export_checkpoint(tmp_path / "own", tmp_path / "out", to, target=str(target))
+    switches = {"enabled": True, "carry_embed_at": "post_norm", "carry_positions": "shifted"}
+    assert config_of(tmp_path / "out")["carryover_config"] == switches
 
 
 def test_command(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:

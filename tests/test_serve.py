@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -65,7 +66,8 @@ def url() -> Iterator[str]:
 
 
 def options(**changes: object) -> argparse.Namespace:
-    values = {"max_new_tokens": 9, "forced_acceptance": None, "vllm_args": "--enforce-eager"}
+    values = {"max_new_tokens": 9, "forced_acceptance": None, "vllm_args": "--swap-space 0"}
+    values |= {"concurrency": "1,4", "temperature": "0", "repeat": 2, "resident": False, "compile": False}
     values |= {"target": "t", "drafter": None, "baseline": None, "tokens": None, "dtype": "float32"}
     return argparse.Namespace(**(values | {"max_model_len": 512} | changes))
 
@@ -83,10 +85,11 @@ def test_counters(url: str) -> None:
 def test_requests(url: str) -> None:
     Handler.asked.clear()
     server = serve.Server("dflash", url, None, Path("log"))
-    record = serve.drive(server, [[1, 2], [3]], options(), 2, 0.5)
+    record = serve.drive(server, [[1, 2], [3]], options(), 2, 0.5, 3)
     assert [reply["text"] for reply in record["replies"]] == ["abcd", "abcd"]
     assert all(reply["tokens"] == 7 and reply["tpot"] >= 0 for reply in record["replies"])
     assert sorted(body["prompt"] for body in Handler.asked) == [[1, 2], [3]]
+    assert record["repetition"] == 3 and all(body["seed"] == 3 for body in Handler.asked)
     assert all(body["temperature"] == 0.5 and body["max_tokens"] == 9 for body in Handler.asked)
 
 
@@ -95,7 +98,10 @@ def test_command(tmp_path: Path) -> None:
     drafter = tiny_models.save_drafter(tmp_path / "carry", True)
     args = options(target=str(target), drafter=str(drafter), out=tmp_path / "out")
     plain = serve.command(args, bench.ARMS["plain"], 80)
-    assert "--speculative-config" not in plain and "--enforce-eager" in plain
+    assert "--speculative-config" not in plain and plain[-2:] == ["--swap-space", "0"]
+    assert ("--enforce-eager" in plain) != serve.on_gpu()
+    assert plain[plain.index("--max-num-seqs") + 1] == "4"
+    serve.export_drafters(args, [bench.ARMS["carryover"]], True)
     command = serve.command(args, bench.ARMS["carryover"], 80)
     speculative = json.loads(command[command.index("--speculative-config") + 1])
     assert speculative["method"] == "dflash" and speculative["num_speculative_tokens"] == 5
@@ -105,6 +111,60 @@ def test_command(tmp_path: Path) -> None:
     speculative = json.loads(command[command.index("--speculative-config") + 1])
     assert speculative["rejection_sample_method"] == "synthetic"
     assert speculative["synthetic_acceptance_length"] == 2.5
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_baseline_gets_a_zero_embedding_where_the_plugin_must_mend(tmp_path: Path, monkeypatch, sampled):
+    target = tiny_models.save_target(tmp_path / "target")
+    baseline = tiny_models.save_drafter(tmp_path / "base", False)
+    args = options(target=str(target), baseline=str(baseline), out=tmp_path / "out")
+    for gpu in (True, False):
+        monkeypatch.setattr(serve, "on_gpu", lambda gpu=gpu: gpu)
+        serve.export_drafters(args, [bench.ARMS["plain"], bench.ARMS["dflash"]], sampled)
+        config = json.loads((tmp_path / "out" / "drafters" / "baseline" / "config.json").read_text())
+        carries = config["architectures"] == ["DFlashCarryoverDraftModel"]
+        assert carries == (sampled and not gpu)
+
+
+def test_a_missing_drafter_is_said_before_any_server_starts(monkeypatch) -> None:
+    arguments = ["serve.py", "--target", "qwen2.5-coder-0.5b", "--arms", "plain,carryover"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--out", "runs/never"])
+    monkeypatch.setattr(serve.Path, "mkdir", lambda *_, **__: None)
+    monkeypatch.setattr(serve.bench, "CHECKPOINTS", Path("nowhere"))
+    with pytest.raises(SystemExit, match=r"qwen2.5-coder-0.5b: no carryover drafter for it.*--drafter"):
+        serve.main()
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_the_order_of_the_arms_rotates(monkeypatch, resident: bool) -> None:
+    """One server at a time unless told otherwise; every arm is measured in every cell and repetition."""
+    up: list[str] = []
+    most, starts = 0, []
+
+    @contextmanager
+    def warm(args, arm, prompt):
+        nonlocal most
+        up.append(arm.name)
+        starts.append(arm.name)
+        most = max(most, len(up))
+        yield arm
+        up.remove(arm.name)
+
+    monkeypatch.setattr(serve, "warm", warm)
+    monkeypatch.setattr(
+        serve,
+        "drive",
+        lambda arm, prompts, args, level, t, i: {"arm": arm.name, "cell": (t, level), "repetition": i},
+    )
+    arms = list(bench.ARMS.values())[:3]
+    found = list(serve.measure(options(temperature="0,1", resident=resident), arms, [[1]]))
+    assert {(r["arm"], r["cell"], r["repetition"]) for r in found} == {
+        (arm.name, (t, n), i) for arm in arms for t in (0.0, 1.0) for n in (1, 4) for i in (0, 1)
+    }
+    assert len(found) == 24 and not up
+    names = [arm.name for arm in arms]
+    assert starts == (names if resident else [*names, *names[1:], names[0]])
+    assert most == (3 if resident else 1)
 
 
 def test_spread_takes_a_prompt_of_each_task_in_turn() -> None:

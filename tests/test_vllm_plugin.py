@@ -142,8 +142,8 @@ def test_a_plan_that_carries(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"target__vocab_size": 301}, r"vocab_size=300, the target's vocabulary is 301"),
         ({"speculative__num_speculative_tokens": 5}, r"num_speculative_tokens=5: .* at most 4; set"),
         (
-            {"draft__carryover_config": {"carry_embed_at": "post_norm"}},
-            r"carry_embed_at='post_norm'.*CARRYOVER",
+            {"draft__carryover_config": {"carry_embed_at": "inside"}},
+            r"carry_embed_at='inside': must be pre_norm or post_norm",
         ),
     ],
 )
@@ -180,8 +180,6 @@ def test_what_is_not_known_turns_carrying_off(changes: dict, reason: str, monkey
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compat.ENVIRONMENT, "OFF")
     assert checks.make_plan(config()).off == "CARRYOVER=off is set"
-    after = config(draft__carryover_config={"carry_embed_at": "post_norm"})
-    assert checks.make_plan(after).off == "CARRYOVER=off is set"  # the remedy that the error names
     monkeypatch.setenv(compat.ENVIRONMENT, "0")
     with pytest.raises(ValueError, match="CARRYOVER='0': must be 'on' or 'off'"):
         checks.make_plan(config())
@@ -214,6 +212,19 @@ def test_unknown_versions(version: str) -> None:
     assert f"knows vLLM 0.29 to 0.33, and this is {version}" in str(compat.version_problem(version))
 
 
+MODEL = """
+class DFlashQwen3Model:
+    def _project_context_kv(self, context_states, num_ctx, num_layers, num_kv_heads, head_dim): pass
+
+class DFlashQwen3ForCausalLM:
+    def __init__(self, *, vllm_config, prefix=""): pass
+    def load_weights(self, weights): pass
+    def precompute_and_store_context_kv(
+        self, context_states, context_positions, context_slot_mapping=None
+    ): pass
+"""
+
+
 def stock(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0", extra: str = "") -> types.ModuleType:
     """A module that looks like vLLM's V1 proposer, in a vLLM of the given version."""
     name = "vllm.v1.spec_decode.dflash"
@@ -225,6 +236,9 @@ class DFlashProposer:
 """
     module = types.ModuleType(name)
     exec(source, module.__dict__)
+    model = types.ModuleType("vllm.model_executor.models.qwen3_dflash")
+    exec(MODEL, model.__dict__)
+    monkeypatch.setitem(sys.modules, model.__name__, model)
     package = types.ModuleType("vllm")
     package.__version__ = version
     monkeypatch.setitem(sys.modules, "vllm", package)
@@ -257,6 +271,11 @@ def test_the_stock_class_makes_ours_only_when_it_fits(monkeypatch, version, extr
     # Any other checkpoint gets the stock class.
     plain = module.DFlashProposer(config(model__architectures=["DFlashDraftModel"]), "cpu")
     assert type(plain) is module.DFlashProposer
+    assert len(said) == (reason is not None) + 1 and "none that carries" in said[-1]  # its config wants it
+    off = {"model__architectures": ["DFlashDraftModel"], "draft__carryover_config": {"enabled": False}}
+    for changes in (off, off | {"draft__carryover_config": None}):
+        module.DFlashProposer(config(**changes), "cpu")
+    assert len(said) == (reason is not None) + 1
     compat.signatures_fit.cache_clear()
 
 
@@ -269,7 +288,9 @@ def test_the_runner_pauses_at_the_limit_unless_rows_are_carried(monkeypatch, bac
     module.DFlashProposer.num_speculative_tokens = 4
     group = SimpleNamespace(backend=SimpleNamespace(get_name=lambda: backend))
     module.DFlashProposer.draft_attn_groups = [group]
-    module.DFlashProposer.initialize_attn_backend = lambda self: None
+    module.DFlashProposer.initialize_attn_backend = lambda self, kv_cache_config: None
+    module.DFlashProposer.vllm_config = config()
+    module.DFlashProposer.device = torch.device("meta")
     logger = types.ModuleType("vllm.logger")
     nothing = SimpleNamespace(info=lambda *_: None, warning=lambda *_: None)
     logger.init_logger = lambda name: nothing
@@ -282,8 +303,8 @@ def test_the_runner_pauses_at_the_limit_unless_rows_are_carried(monkeypatch, bac
     monkeypatch.delattr(plugin, "v1")
     runner = SimpleNamespace(_input_fits_in_drafter=lambda metadata: False)
     proposer = v1.CarryoverProposer(config(), torch.device("meta"), runner)
-    proposer.initialize_attn_backend()
-    assert proposer.carrying == (backend == "CPU_ATTN")
+    proposer.initialize_attn_backend(SimpleNamespace())
+    assert proposer.carrying == (backend == "CPU_ATTN") and proposer.watch is None
     assert runner._input_fits_in_drafter("near the limit") == proposer.carrying
 
 

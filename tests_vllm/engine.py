@@ -7,7 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -78,84 +81,85 @@ def proposer(llm: Any) -> Any:
     return found.speculator if V2 else found.drafter
 
 
+class Rows(NamedTuple):
+    """One request of one round: see :meth:`Referee.judge`."""
+
+    request: str
+    prompt: list[int]
+    known: list[int]
+    tokens: Tensor
+    positions: Tensor
+    states: Tensor
+    rejected: int
+    anchor: int
+
+
 @contextmanager
 def watched(llm: Any, referee: Referee) -> Iterator[Referee]:
     """Every draft of the engine goes past the referee."""
-    drafter, of_runner = proposer(llm), runner(llm)
-    drafter.propose = (_watch_v2 if V2 else _watch_v1)(drafter, of_runner, referee)
+    drafter = proposer(llm)
+    watch(drafter, runner(llm), referee)
     try:
         yield referee
     finally:
         del drafter.propose  # uncovers the method of the class
 
 
-def _watch_v1(drafter: Any, of_runner: Any, referee: Referee) -> Any:
-    propose = drafter.propose
-
-    def watching(**kwargs: Any) -> Any:
-        metadata, rejected = kwargs["common_attn_metadata"], kwargs.get("num_rejected_tokens_gpu")
-        starts = metadata.query_start_loc.tolist()
-        rejected = [0] * (len(starts) - 1) if rejected is None else rejected.tolist()
-        states, tokens = kwargs["target_hidden_states"].clone(), kwargs["target_token_ids"].clone()
-        positions, anchors = kwargs["target_positions"].clone(), kwargs["next_token_ids"].tolist()
-        drafts = propose(**kwargs).clone()
-        for i, request in enumerate(of_runner.input_batch.req_ids):
-            rows = slice(starts[i], starts[i + 1])
-            known = of_runner.input_batch.token_ids_cpu[i].tolist()
-            drafts[i] = referee.judge(
-                request,
-                of_runner.requests[request].prompt_token_ids,
-                known,
-                tokens[rows],
-                positions[rows],
-                states[rows],
-                rejected[i],
-                anchors[i],
-                drafts[i],
-            )
-        return drafts
-
-    return watching
-
-
-def _watch_v2(drafter: Any, of_runner: Any, referee: Referee) -> Any:
-    import torch
-
+def watch(drafter: Any, of_runner: Any, referee: Referee) -> None:
     propose = drafter.propose
 
     def watching(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return propose(*args, **kwargs)
-        batch, aux, num_sampled, num_rejected, last_sampled, next_prefill = (args[0], *args[4:9])
-        count = batch.num_tokens
-        states = torch.cat(aux, -1)[:count].clone()
-        tokens, positions = batch.input_ids[:count].clone(), batch.positions[:count].clone()
-        starts = batch.query_start_loc[: batch.num_reqs + 1].tolist()
-        rejected, sampled = num_rejected[: batch.num_reqs].tolist(), num_sampled[: batch.num_reqs].tolist()
-        slots = batch.idx_mapping[: batch.num_reqs].tolist()
-        anchors = [
-            int((last_sampled if n else next_prefill).view(-1)[s])
-            for s, n in zip(slots, sampled, strict=True)
-        ]
+        rounds = _rows_v2(of_runner, *args) if V2 else _rows_v1(of_runner, kwargs)
         drafts = propose(*args, **kwargs).clone()
-        for i, request in enumerate(batch.req_ids):
-            rows = slice(starts[i], starts[i + 1])
-            known = of_runner.req_states.all_token_ids.gpu[slots[i]].tolist()
-            length = int(of_runner.req_states.prompt_len.np[slots[i]])
-            drafts[i] = referee.judge(
-                request,
-                known[:length],
-                known,
-                tokens[rows],
-                positions[rows],
-                states[rows],
-                rejected[i],
-                anchors[i],
-                drafts[i],
-            )
+        # From 0.33 on V2 may ask for none, for requests that end: context is stored, old drafts come back.
+        asked = kwargs.get("num_speculative_tokens")  # None: all
+        for i, rows in enumerate(rounds):
+            drafts[i, :asked] = referee.judge(*rows, drafts[i, :asked])
         return drafts
 
-    return watching
+    drafter.propose = watching
+
+
+def _rows_v1(of_runner: Any, a: dict[str, Any]) -> list[Rows]:
+    batch, starts = of_runner.input_batch, a["common_attn_metadata"].query_start_loc.tolist()
+    rejected = a.get("num_rejected_tokens_gpu")
+    counts = [0] * (len(starts) - 1) if rejected is None else rejected.tolist()
+    columns = [a[f"target_{name}"].clone() for name in ("token_ids", "positions", "hidden_states")]
+    return [
+        Rows(
+            request,
+            of_runner.requests[request].prompt_token_ids,
+            batch.token_ids_cpu[i].tolist(),
+            *(column[starts[i] : starts[i + 1]] for column in columns),
+            counts[i],
+            int(a["next_token_ids"][i]),
+        )
+        for i, request in enumerate(batch.req_ids)
+    ]
+
+
+def _rows_v2(of_runner: Any, batch: Any, _attention: Any, _slots: Any, _last: Any, *rest: Any) -> list[Rows]:
+    aux, num_sampled, num_rejected, last_sampled, next_prefill = rest[:5]
+    states, n = of_runner.req_states, batch.num_tokens
+    starts = batch.query_start_loc.tolist()
+    columns = [x[:n].clone() for x in (batch.input_ids, batch.positions, torch.cat(aux, -1))]
+    rows = []
+    for i, request in enumerate(batch.req_ids):
+        slot = int(batch.idx_mapping[i])
+        known = states.all_token_ids.gpu[slot].tolist()
+        rows.append(
+            Rows(
+                request,
+                known[: int(states.prompt_len.np[slot])],
+                known,
+                *(column[starts[i] : starts[i + 1]] for column in columns),
+                int(num_rejected[i]),
+                int((last_sampled if num_sampled[i] else next_prefill).view(-1)[slot]),
+            )
+        )
+    return rows
 
 
 def generate(

@@ -27,7 +27,7 @@ def place(worker: Any, drafter: str, target: str, truth: bytes) -> tuple[int, in
         limit=engine.LIMIT,
         truth=lambda prompt: answers.get(tuple(prompt)),
     )
-    runner.drafter.propose = engine._watch_v1(runner.drafter, runner, worker.referee)
+    engine.watch(runner.drafter, runner, worker.referee)
     return worker.rank, runner.drafter.model.model.layers[0].self_attn.num_kv_heads
 
 

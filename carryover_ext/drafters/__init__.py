@@ -18,5 +18,5 @@ def load_drafter(directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> 
 
     Raises what :meth:`DFlashDrafter.from_pretrained` raises.
     """
-    markov = DrafterConfig.from_pretrained(directory).markov_rank > 0
-    return (MarkovDrafter if markov else DFlashDrafter).from_pretrained(directory, dtype)
+    config = DrafterConfig.from_pretrained(directory)
+    return (MarkovDrafter if config.markov_rank > 0 else DFlashDrafter)._load(config, directory, dtype)

@@ -87,7 +87,10 @@ class DFlashDrafter(nn.Module):
         Raises FileNotFoundError for a missing file, ValueError for a corrupt one, for a missing or unexpected
         tensor, for a wrong shape, and for a config that the drafter does not implement.
         """
-        config = DrafterConfig.from_pretrained(directory)
+        return cls._load(DrafterConfig.from_pretrained(directory), directory, dtype)
+
+    @classmethod
+    def _load(cls, config: DrafterConfig, directory: str | Path, dtype: torch.dtype) -> DFlashDrafter:
         cls._check_config(config)
         tensors = read_tensors(directory)
         model = cls(config, mask_embedding="mask_embedding" in tensors)

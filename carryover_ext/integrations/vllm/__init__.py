@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 DFLASH_ARCHITECTURE = "DFlashCarryoverDraftModel"  # vLLM keeps a name that starts with "DFlash" as it is
-DSPARK_ARCHITECTURE = (
-    "CarryoverQwen3DSparkModel"  # stands before "Qwen3DSparkModel", by which vLLM knows DSpark
-)
+# The next two stand before vLLM's own name, by which vLLM knows the kind of drafter.
+DFLASH2_ARCHITECTURE = "DFlash2CarryoverDraftModel"  # then "DFlash2DraftModel"
+DSPARK_ARCHITECTURE = "CarryoverQwen3DSparkModel"  # then "Qwen3DSparkModel"
+_MODEL = f"{__name__}.model"
 MODELS = {
-    DFLASH_ARCHITECTURE: "carryover_ext.integrations.vllm.model:CarryoverDFlashForCausalLM",
-    DSPARK_ARCHITECTURE: "carryover_ext.integrations.vllm.model:CarryoverDSparkForCausalLM",
+    DFLASH_ARCHITECTURE: f"{_MODEL}:CarryoverDFlashForCausalLM",
+    DFLASH2_ARCHITECTURE: f"{_MODEL}:CarryoverDFlash2ForCausalLM",
+    DSPARK_ARCHITECTURE: f"{_MODEL}:CarryoverDSparkForCausalLM",
 }
 
 
@@ -39,3 +41,10 @@ def is_carryover(vllm_config: Any) -> bool:
     """Whether the drafter of a ``VllmConfig`` is a Carryover checkpoint."""
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     return draft is not None and not set(MODELS).isdisjoint(draft.architectures or ())
+
+
+def asks_to_carry(vllm_config: Any) -> bool:
+    """Whether the drafter's config has carryover enabled, whatever its architecture."""
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    carry = getattr(getattr(draft, "hf_config", None), "carryover_config", None)
+    return isinstance(carry, dict) and bool(carry.get("enabled", True))

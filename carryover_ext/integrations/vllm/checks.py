@@ -65,11 +65,8 @@ def make_plan(vllm_config: Any) -> Plan:
     check_length(draft, speculative.num_speculative_tokens, dspark, name)
     carry = getattr(draft, "carryover_config", None) or {}
     embed_at = carry.get("carry_embed_at", "pre_norm")
-    if embed_at != "pre_norm" and carryover_wanted():
-        raise ValueError(
-            f"drafter {name!r} has carry_embed_at={embed_at!r}: vLLM's fused projection takes the embedding "
-            "before the norm only; train with carry_embed_at='pre_norm', or set CARRYOVER=off"
-        )
+    if embed_at not in ("pre_norm", "post_norm"):
+        raise ValueError(f"drafter {name!r} has carry_embed_at={embed_at!r}: must be pre_norm or post_norm")
     layers = getattr(draft, "layer_types", None) or ()
     window = getattr(draft, "sliding_window", None) if "sliding_attention" in layers else None
     return Plan(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from collections.abc import Mapping
 from functools import cache, reduce
 from typing import Any, cast
 
@@ -17,8 +18,11 @@ KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 
 _V1 = "vllm.v1.spec_decode.dflash"
-_V2 = "vllm.v1.worker.gpu.spec_decode.dflash.speculator"
-_DSPARK = "vllm.v1.worker.gpu.spec_decode.dspark.speculator"
+_SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
+_V2 = f"{_SPECULATORS}.dflash.speculator"
+_DFLASH2 = f"{_SPECULATORS}.dflash2.speculator"
+_DSPARK = f"{_SPECULATORS}.dspark.speculator"
+_MODEL = "vllm.model_executor.models.qwen3_dflash"
 # Per module of vLLM: the parameters, in order, that our overrides and wrappers rely on.
 SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     _V1: {
@@ -36,6 +40,7 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     _V2: {
         "DFlashSpeculator.__init__": ("self", "vllm_config", "device"),
+        "DFlashSpeculator.set_attn": ("self", "model_state", "kv_cache_config"),
         "prepare_dflash_inputs": (
             "input_buffers",
             "query_slot_mapping",
@@ -51,11 +56,35 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
             "num_rejected",
         ),
     },
+    f"{_SPECULATORS}.speculator": {"DraftModelSpeculator.load_model": ("self", "target_model")},
+    _DFLASH2: {"DFlash2Speculator.__init__": ("self", "vllm_config", "device")},
     _DSPARK: {"DSparkSpeculator.__init__": ("self", "vllm_config", "device")},
+    _MODEL: {
+        "DFlashQwen3Model._project_context_kv": ("self", "context_states"),
+        "DFlashQwen3ForCausalLM.__init__": ("self", "vllm_config", "prefix"),
+        "DFlashQwen3ForCausalLM.load_weights": ("self", "weights"),
+        "DFlashQwen3ForCausalLM.precompute_and_store_context_kv": (
+            "self",
+            "context_states",
+            "context_positions",
+            "context_slot_mapping",
+        ),
+    },
 }
-# Further parameters of the wrapped function, wherever they stand.
-NAMED = {
+# Further parameters of functions that ours pass everything on to, wherever they stand.
+NAMED: dict[str, tuple[str, ...]] = {
     "prepare_dflash_inputs": ("block_table", "block_size", "cp_size", "num_query_per_req", "max_model_len"),
+    "DFlashSpeculator.set_attn": ("block_tables",),
+    "DraftModelSpeculator.load_model": (),
+    "DFlashQwen3Model._project_context_kv": ("num_ctx", "num_layers", "num_kv_heads", "head_dim"),
+    "DFlashQwen3ForCausalLM.precompute_and_store_context_kv": (),
+}
+# What else must fit for the class that a module gives.
+RELY_ON = {
+    _V1: (_MODEL,),
+    _V2: (f"{_SPECULATORS}.speculator", _MODEL),
+    _DFLASH2: (_V2, f"{_SPECULATORS}.speculator", _MODEL),
+    _DSPARK: (_V2, f"{_SPECULATORS}.speculator", _MODEL),
 }
 
 
@@ -83,16 +112,6 @@ def plain(reason: str) -> None:
     )
 
 
-def warn_of_prefix_caching(vllm_config: Any) -> None:
-    """vLLM's own fault 47930, which low acceptance would otherwise be the only sign of."""
-    if vllm_config.cache_config.enable_prefix_caching:
-        log().warning(
-            "prefix caching is on: with DFlash drafters vLLM may lose the drafter's context of cached "
-            "prefixes and draft badly (vllm-project/vllm issue 47930); outputs stay right. If acceptance is "
-            "low, start with --no-enable-prefix-caching"
-        )
-
-
 def version_problem(version: str) -> str | None:
     """Why this vLLM is not known to fit, or None."""
     numbers = version.split("+")[0].split(".")
@@ -109,21 +128,40 @@ def version_problem(version: str) -> str | None:
     )
 
 
-def signature_problem(module_name: str) -> str | None:
-    """Why the hooks in a module of vLLM are not what the overrides rely on, or None."""
-    module = importlib.import_module(module_name)
+def compare(module_name: str, found: Mapping[str, tuple[str, ...] | None]) -> str | None:
+    """Why functions of a module are not what the overrides rely on, or None.
+
+    ``found``: their parameters, by the names of ``SIGNATURES``; None or absent: the function is not there.
+    """
     for path, expected in SIGNATURES[module_name].items():
+        parameters = found.get(path)
+        if parameters is None:
+            return f"{module_name}.{path} is not there"
+        missing = [name for name in NAMED.get(path, ()) if name not in parameters]
+        # An override must take exactly what vLLM passes; a wrapper passes on what it does not know.
+        same = parameters[: len(expected)] == expected if path in NAMED else parameters == expected
+        if not same or missing:
+            return (
+                f"{module_name}.{path} takes {', '.join(parameters)}; expected "
+                f"{', '.join((*expected, *NAMED.get(path, ())))}"
+            )
+    return None
+
+
+def signature_problem(module_name: str) -> str | None:
+    """:func:`compare` for a module of the vLLM that is installed."""
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        return f"{module_name} is not there ({error})"
+    found: dict[str, tuple[str, ...] | None] = {}
+    for path in SIGNATURES[module_name]:
         try:
             function: Any = reduce(getattr, path.split("."), cast(Any, module))
-            found = tuple(inspect.signature(function).parameters)
-        except (AttributeError, TypeError, ValueError) as error:
-            return f"{module_name}.{path} is not there ({error})"
-        missing = [name for name in NAMED.get(path, ()) if name not in found]
-        # An override must take exactly what vLLM passes; a wrapper passes on what it does not know.
-        same = found[: len(expected)] == expected if path in NAMED else found == expected
-        if not same or missing:
-            return f"{module_name}.{path} takes {', '.join(found)}; expected {', '.join(expected)}"
-    return None
+            found[path] = tuple(inspect.signature(function).parameters)
+        except (AttributeError, TypeError, ValueError):
+            found[path] = None
+    return compare(module_name, found)
 
 
 @cache
@@ -131,9 +169,9 @@ def signatures_fit(module_name: str) -> bool:
     """Whether version and signatures are known; says so once when they are not."""
     import vllm
 
-    problem = version_problem(vllm.__version__) or signature_problem(module_name)
-    if problem is None and module_name == _DSPARK:
-        problem = signature_problem(_V2)  # DSpark inherits the wrapped function's caller
+    problem = version_problem(vllm.__version__)
+    for name in (module_name, *RELY_ON[module_name]):
+        problem = problem or signature_problem(name)
     if problem is not None:
         plain(problem)
     return problem is None

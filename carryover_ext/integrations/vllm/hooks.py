@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from . import is_carryover
+from . import MODELS, asks_to_carry, is_carryover
 
 # Module of vLLM -> what is done to it once it is imported.
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 PROPOSERS = {
     "vllm.v1.spec_decode.dflash": ("DFlashProposer", "v1", "CarryoverProposer"),
     f"{_SPECULATORS}.dflash.speculator": ("DFlashSpeculator", "v2", "CarryoverSpeculator"),
+    f"{_SPECULATORS}.dflash2.speculator": ("DFlash2Speculator", "v2", "CarryoverDFlash2Speculator"),
     f"{_SPECULATORS}.dspark.speculator": ("DSparkSpeculator", "v2", "CarryoverDSparkSpeculator"),
 }
 FORMATS = "vllm.transformers_utils.configs.speculators.algos"
@@ -42,6 +43,14 @@ def _choose_class(module: ModuleType) -> None:
 
             if signatures_fit(module.__name__):
                 cls = getattr(importlib.import_module(f"{__package__}.{ours}"), class_name)
+        elif asks_to_carry(vllm_config) and not is_carryover(vllm_config):
+            from .compat import plain
+
+            found = vllm_config.speculative_config.draft_model_config.architectures
+            plain(
+                f"the drafter's config has carryover enabled, and its architectures {found} are none that "
+                f"carries ({', '.join(MODELS)}); write the folder with `carryover export --to vllm`"
+            )
         return object.__new__(cls)
 
     stock.__new__ = __new__

@@ -9,8 +9,9 @@ from torch import Tensor
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
 from .checks import backend_problem, make_plan
-from .compat import log, plain, warn_of_prefix_caching
+from .compat import log, plain
 from .judge import mend
+from .prefix import PrefixWatch
 from .segment import carried_rows, find_rejected, query_slots, slots_of
 
 BUFFERS = ("_context_slot_mapping_buffer", "_context_positions_buffer", "_slot_mapping_buffer", "positions")
@@ -30,15 +31,16 @@ class CarryoverProposer(DFlashProposer):
         missing = [name for name in BUFFERS if not hasattr(self, name)]
         off = self.plan.off or (f"DFlashProposer has no {', '.join(missing)}" if missing else None)
         self.carrying = off is None
+        self.watch: PrefixWatch | None = None
+        self._of_last_step: set[str] = set()
         if off is not None:
             plain(off)
             return
-        self._pausing_runner = runner
+        self._runner = runner
         log().info(
             "Carryover: V1 runner, %d drafts a round, the rejected ones are carried",
             self.num_speculative_tokens,
         )
-        warn_of_prefix_caching(vllm_config)
 
     def _draft_past_the_limit(self, runner: Any) -> None:
         """The stock runner stops drafting for the whole batch, and leaves its context rows unwritten, once
@@ -52,14 +54,25 @@ class CarryoverProposer(DFlashProposer):
                 "one is near the length limit"
             )
 
-    def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_attn_backend(*args, **kwargs)
+    def initialize_attn_backend(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().initialize_attn_backend(kv_cache_config, *args, **kwargs)
         problem = backend_problem(group.backend.get_name() for group in self.draft_attn_groups)
         if self.carrying and problem is not None:
             self.carrying = False
             plain(problem)
         if self.carrying:  # not before it is certain: the stock proposer needs the pause at the limit
-            self._draft_past_the_limit(self._pausing_runner)
+            self._draft_past_the_limit(self._runner)
+            self.watch = PrefixWatch.of(self.vllm_config, kv_cache_config, self.device)
+
+    def _check_restored(self, watch: PrefixWatch, table: Tensor) -> None:
+        """Requests that were not in the step before start behind the tokens that were computed for them."""
+        ids = list(self._runner.input_batch.req_ids[: table.shape[0]])
+        for i, request in enumerate(ids):
+            if request not in self._of_last_step:
+                state = self._runner.requests[request]
+                known = (state.prompt_token_ids or [])[: state.num_computed_tokens]
+                watch.check(request, table[i], known, self.block_size)
+        self._of_last_step = set(ids)
 
     def set_inputs_first_pass(
         self,
@@ -86,6 +99,8 @@ class CarryoverProposer(DFlashProposer):
         query_rows = num_query // batch
         table, block_size = cad.block_table_tensor, self.block_size
         lens = metadata.seq_lens[:batch] - query_rows
+        slots = self._context_slot_mapping_buffer[: target_hidden_states.shape[0]]
+        is_carried = torch.zeros_like(slots, dtype=torch.bool)
         if num_rejected_tokens_gpu is None:
             carried = torch.zeros_like(lens)
         else:
@@ -94,12 +109,9 @@ class CarryoverProposer(DFlashProposer):
             rows = find_rejected(
                 target_hidden_states.shape[0], cad.query_start_loc[: batch + 1], rejected, carried
             )
-            embedding = self.model.model.carryover_embedding
-            self._dflash_hidden_states = torch.where(
-                rows.carried[:, None], target_hidden_states + embedding, target_hidden_states
-            )
+            self.model.mark_rows(target_hidden_states, rows.carried, once=True)
             verified = target_positions[0] if target_positions.dim() == 2 else target_positions
-            slots = self._context_slot_mapping_buffer[: rows.carried.shape[0]]
+            is_carried = rows.carried
             positions = self._context_positions_buffer[: rows.carried.shape[0]]
             # Rejected rows sit where verification put them; which slots the stock kernel gave them does not
             # matter.
@@ -109,9 +121,11 @@ class CarryoverProposer(DFlashProposer):
         # Context rows past the drafter's rotary table, and query rows past the limit, read its last row.
         self._context_positions_buffer[: target_hidden_states.shape[0]].clamp_(max=self.plan.limit - 1)
         self.positions[:num_query].clamp_(max=min(limit, self.plan.limit) - 1)
-        self._slot_mapping_buffer[:num_query] = query_slots(
-            table, lens + carried, query_rows, block_size, limit
-        )
+        query = query_slots(table, lens + carried, query_rows, block_size, limit)
+        self._slot_mapping_buffer[:num_query] = query
         metadata.seq_lens = (metadata.seq_lens + carried).clamp_max(limit)
         metadata.max_seq_len = min(metadata.max_seq_len, limit)
+        if self.watch is not None:
+            self._check_restored(self.watch, table)
+            self.watch.note(slots, target_token_ids, is_carried, query)
         return num_query, sample_indices, metadata

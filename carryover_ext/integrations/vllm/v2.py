@@ -1,21 +1,24 @@
 """Carryover for vLLM's V2 model runner: ``prepare_dflash_inputs`` is wrapped. It runs eagerly before a
-round's graph is replayed and writes the buffers that the graph reads, so that nothing of Carryover is
-captured.
+round's graph is replayed and writes the buffers that the graph reads: slots, positions, lengths, and which
+rows the model is to add the embedding to.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu.spec_decode.dflash import speculator as stock
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dflash2.speculator import DFlash2Speculator
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 from .checks import backend_problem, make_plan
-from .compat import log, plain, warn_of_prefix_caching
+from .compat import log, plain
+from .prefix import PrefixWatch
 from .segment import carried_rows, find_rejected, query_slots, slots_of
 
 _active: CarryoverMixin | None = None  # the speculator whose propose() is running
@@ -44,6 +47,8 @@ class CarryoverMixin:
         self.plan = make_plan(vllm_config)
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self.carrying = self.plan.off is None
+        self.watch: PrefixWatch | None = None
+        self.restored: dict[str, Sequence[int]] = {}  # of the requests that came in this step
         if self.plan.off is not None:
             plain(self.plan.off)
             return
@@ -52,15 +57,36 @@ class CarryoverMixin:
             "Carryover: V2 runner, %d drafts a round, the rejected ones are carried",
             self.num_speculative_steps,  # type: ignore[attr-defined]
         )
-        warn_of_prefix_caching(vllm_config)
 
-    def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        super().set_attn(*args, **kwargs)  # type: ignore[misc]
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        states = self.hidden_states  # type: ignore[attr-defined]
+        self.carried = torch.zeros(states.shape[0], dtype=torch.bool, device=states.device)
+        if self.carrying:
+            self.model.mark_rows(states, self.carried)  # type: ignore[attr-defined]
+
+    def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_attn(model_state, kv_cache_config, *args, **kwargs)  # type: ignore[misc]
         groups = [group for row in self.attn_groups for group in row]  # type: ignore[attr-defined]
         problem = backend_problem(group.backend.get_name() for group in groups)
         if self.carrying and problem is not None:
             self.carrying = False
             plain(problem)
+        if self.carrying:
+            self.watch = PrefixWatch.of(self.vllm_config, kv_cache_config, self.device)  # type: ignore[attr-defined]
+        if self.watch is not None:
+            self._hear_of_requests(model_state)
+
+    def _hear_of_requests(self, model_state: Any) -> None:
+        """Keep the restored tokens of each request that comes, for the watch: no speculator is told."""
+        add_request = model_state.add_request
+
+        def add(index: int, request: Any) -> None:
+            add_request(index, request)
+            known = request.prefill_token_ids or request.prompt_token_ids or []
+            self.restored[request.req_id] = known[: request.num_computed_tokens]
+
+        model_state.add_request = add
 
     def propose(self, *args: Any, **kwargs: Any) -> Any:
         global _active
@@ -84,6 +110,8 @@ class CarryoverMixin:
         lens = verified[row_start[1:].long() - rejected.long() - 1] + 1
         carried = carried_rows(rejected, lens, query_rows, limit, self.plan.window)
         rows = find_rejected(num_rows, row_start, rejected, carried)
+        self.carried.zero_()
+        self.carried[:num_rows] = rows.carried
         context_slots, positions = a["context_slot_mapping"][:num_rows], a["context_positions"][:num_rows]
         own = slots_of(table, rows.request, verified, block_size, limit)
         context_slots.copy_(torch.where(rows.carried, own, context_slots))
@@ -92,19 +120,23 @@ class CarryoverMixin:
                 max=self.plan.limit - 1
             )
         )
-        a["query_slot_mapping"][: batch * query_rows] = query_slots(
-            table, lens + carried, query_rows, block_size, limit
-        )
+        query = query_slots(table, lens + carried, query_rows, block_size, limit)
+        a["query_slot_mapping"][: batch * query_rows] = query
         buffers.positions[: batch * query_rows].clamp_(max=min(limit, self.plan.limit) - 1)
         buffers.seq_lens[:batch] = (lens + query_rows + carried).clamp_max(limit).to(buffers.seq_lens.dtype)
-        # Once a round, not once a group: the row buffer is shared.
-        if a["context_slot_mapping"].data_ptr() == self._context_slot_mappings.data_ptr():  # type: ignore[attr-defined]
-            states = self.hidden_states[:num_rows]  # type: ignore[attr-defined]
-            embedding = self.model.model.carryover_embedding  # type: ignore[attr-defined]
-            states.copy_(torch.where(rows.carried[:, None], states + embedding, states))
+        first_group = self._context_slot_mappings.data_ptr()  # type: ignore[attr-defined]
+        if self.watch is not None and a["context_slot_mapping"].data_ptr() == first_group:
+            for i, request in enumerate(batch_in.req_ids[:batch]):
+                self.watch.check(request, table[i], self.restored.get(request, ()), block_size)
+            self.restored.clear()
+            self.watch.note(context_slots, batch_in.input_ids[:num_rows], rows.carried, query)
 
 
 class CarryoverSpeculator(CarryoverMixin, DFlashSpeculator):
+    pass
+
+
+class CarryoverDFlash2Speculator(CarryoverMixin, DFlash2Speculator):
     pass
 
 
