@@ -45,7 +45,7 @@ test-vllm: $(VLLM_VENV)/.package
 	+@$(MAKE) --no-print-directory -O -k -j $(if $(filter 1,$(CORES)),1,2) test-vllm-v1 test-vllm-v2
 
 test-vllm-v1: $(VLLM_VENV)/.package
-	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) $(addprefix tests_vllm/test_,v1.py parallel.py stock.py)
+	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) $(addprefix tests_vllm/test_,v1.py parallel.py stock.py record.py)
 
 test-vllm-v2: $(VLLM_VENV)/.package
 	$(VLLM_ENV) VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_VENV)/bin/python -m pytest -v $(VLLM_FLAGS) \
