@@ -30,7 +30,11 @@ def mend(device: torch.device) -> bool:
     x = torch.tensor([0.75, 0.0, 1.625], device=device)
     ends = torch.tensor([2, 3, 5], dtype=torch.int32, device=device)
     right = torch.tensor([0.75, 0.75, 1.0, 1.625, 1.625], device=device)
-    if torch.equal(rejection_sampler.expand_batch_to_tokens(x, ends, 5, 0, 1), right):
+    try:
+        fits = torch.equal(rejection_sampler.expand_batch_to_tokens(x, ends, 5, 0, 1), right)
+    except (TypeError, RuntimeError, AttributeError):  # 0.30 has no kernel of it for the CPU
+        fits = False
+    if fits:
         return False
     rejection_sampler.expand_batch_to_tokens = expand
     log().warning(

@@ -26,8 +26,6 @@ class CarryoverProposer(DFlashProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         self.plan = make_plan(vllm_config)
         super().__init__(vllm_config, device, runner)
-        if device.type == "cpu":
-            mend(device)
         missing = [name for name in BUFFERS if not hasattr(self, name)]
         off = self.plan.off or (f"DFlashProposer has no {', '.join(missing)}" if missing else None)
         self.carrying = off is None
@@ -56,6 +54,8 @@ class CarryoverProposer(DFlashProposer):
 
     def initialize_attn_backend(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_attn_backend(kv_cache_config, *args, **kwargs)
+        if self.device.type == "cpu":  # not before the runner has put the CPU's kernels in place
+            mend(self.device)
         problem = backend_problem(group.backend.get_name() for group in self.draft_attn_groups)
         if self.carrying and problem is not None:
             self.carrying = False
