@@ -25,6 +25,10 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
 GPU_CHECK_FLAGS ?=
 
+# What the build needs where it compiles CUDA: by CARRYOVER_CUDA=1, or by auto where there is a compiler.
+NVCC := $(shell command -v nvcc || ls "$$CUDA_HOME/bin/nvcc" 2>/dev/null)
+CUDA_HEADERS := $(if $(filter 1,$(CARRYOVER_CUDA))$(if $(filter auto,$(CARRYOVER_CUDA)),$(NVCC)),$(VENV)/.cutlass)
+
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
 CXX_FILES = $(shell find csrc tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
@@ -82,15 +86,19 @@ $(VENV)/.requirements: requirements.txt | $(BIN)/python
 	@$(PIP) install -qq $(PIP_FLAGS) -r requirements.txt
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.requirements $(SOURCES)
+# For its headers (CuTe) alone: to build the CUDA kernels, and for the simulator.
+$(VENV)/.cutlass: | $(BIN)/python
+	@$(PIP) install -qq $(PIP_FLAGS) --no-deps nvidia-cutlass==4.2.0.0
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.requirements $(SOURCES) | $(CUDA_HEADERS)
 	@echo "Building the package (CARRYOVER_CUDA=$(CARRYOVER_CUDA))"
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements $(VENV)/.cutlass
 	@echo "Installing the tools for tests and checks into $(VENV)"
 	@$(PIP) install -qq $(PIP_FLAGS) -r requirements-dev.txt
-	@$(PIP) install -qq $(PIP_FLAGS) --no-deps nvidia-cutlass==4.2.0.0  # for its headers (CuTe) alone
 	@touch $@
 
 # PyTorch with what it needs; the rest without: the file is complete, and leaves out torchvision, torchaudio and
