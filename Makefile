@@ -41,7 +41,7 @@ demo: install
 # The target comes first, so that the tests on the real model run; without a network they say that they are skipped.
 test: install $(VENV)/.dev
 	-$(BIN)/carryover env --fetch smollm2-135m
-	$(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS) tests
+	$(BIN)/python -m pytest -n $(JOBS) $(SLOW) $(TEST_FLAGS) tests
 
 # In the real vLLM, in a venv of its own (2.5 GB). V2 runs its Triton kernels in the interpreter.
 test-vllm: $(VLLM_VENV)/.package
@@ -51,7 +51,7 @@ test-vllm: $(VLLM_VENV)/.package
 test-vllm-quick: $(VLLM_VENV)/.package
 	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest $(VLLM_FLAGS) tests_vllm/test_v1.py -k "references or mistakes"
 # The tests in full: the slow ones (every architecture, the whole matrix of the simulator) as well.
-test-all: TEST_FLAGS += -m "slow or not slow"
+test-all: SLOW := -m "slow or not slow"
 test-all: test
 
 # What the CUDA kernels need to be believed. On a machine without a GPU it says what was left out.
