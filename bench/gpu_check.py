@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-STATIC_TESTS = "tests/test_cuda_static.py"
+STATIC_TESTS = ("tests/test_cuda_static.py", "tests/test_ptx_races.py")
 GPU_TESTS, SIMULATOR_TESTS = (
-    sorted({str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob(pattern)} - {STATIC_TESTS})
+    sorted({str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob(pattern)} - {*STATIC_TESTS})
     for pattern in ("test_cuda_*.py", "test_simt_*.py")
 )
 BEHAVIOUR = "graph or reruns"  # tests that replay graphs, use two streams and repeat 1,000 times
@@ -141,7 +141,9 @@ PARTS = (
     Part(
         "build", "the extension, for the GPU at hand (all four without one)", needs_nvcc, build, 1500, BUILD
     ),
-    Part("static", "registers, spills, instructions", needs_nvcc, pytest(STATIC_TESTS), 900),
+    Part(
+        "static", "registers, spills, instructions, races in the PTX", needs_nvcc, pytest(*STATIC_TESTS), 900
+    ),
     Part("simulator", "the kernels' source on the CPU", lambda: None, pytest(*SIMULATOR_TESTS), 1500),
     Part(
         "tests",
