@@ -4,8 +4,8 @@
 
 A part that passed is not run again until a source file or the machine changes; --again runs it anyhow. No
 part starts after --minutes: the next call goes on from there. The report says what was run, what was left
-out, and why. Exit status 0: nothing that was run failed. No part uses the network. Not part of the benchmark
-yet: the kernels of FlashInfer and vLLM.
+out, and why. Exit status 0: nothing that was run failed. No part uses the network. The benchmark has rows of
+vLLM's and FlashInfer's kernels where these packages are installed.
 """
 
 from __future__ import annotations
@@ -136,6 +136,10 @@ def bench(out: Path) -> list[str]:
     return [sys.executable, "bench/ops.py", "--device", "cuda", "--quick", *files]
 
 
+def crossover(out: Path) -> list[str]:
+    return [sys.executable, "bench/crossover.py", "--out", str(out / "crossover.json")]
+
+
 BUILD = (("CARRYOVER_CUDA", "1"), ("CARRYOVER_CUDA_ARCHS", architectures()))
 PARTS = (
     Part(
@@ -160,7 +164,8 @@ PARTS = (
         120,
     ),
     *(sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")),
-    Part("bench", "times against eager, torch.compile, SDPA", needs_built, bench, 180),
+    Part("crossover", "rows up to which the own GEMM beats the library's", needs_built, crossover, 60),
+    Part("bench", "times against eager, torch.compile, SDPA, vLLM, FlashInfer", needs_built, bench, 180),
 )
 
 

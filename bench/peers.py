@@ -247,16 +247,17 @@ def _vllm_rejection(
     flat, probs = tokens.flatten().int(), None if q is None else q.flatten(0, 1)
 
     def call() -> Tensor:
-        last = logits[:, -1]
+        last = logits[:, -1].float()  # vLLM takes rows out of all logits and makes them float32
+        judged = logits[:, :-1].flatten(0, 1).float()
         if greedy:
             bonus = last.argmax(-1)
         else:  # as vLLM's sampler draws it
-            law = (last.float() / temperature).softmax(-1)
+            judged /= temperature
+            law = (last / temperature).softmax(-1)
             bonus = law.div_(torch.empty_like(law).exponential_()).argmax(-1)
-        judged = logits[:, :-1].flatten(0, 1)
         return rejection_sample(
-            flat, [drafts] * batch, drafts, ends, probs, judged if greedy else judged.float() / temperature,
-            bonus[:, None].int(), sampling,
+            flat, [drafts] * batch, drafts, ends, probs, judged, bonus[:, None].int(),
+            sampling,
         )  # fmt: skip
 
     def compare() -> None:
