@@ -30,7 +30,7 @@ NVCC := $(shell command -v nvcc || ls "$$CUDA_HOME/bin/nvcc" 2>/dev/null)
 CUDA_HEADERS := $(if $(filter 1,$(CARRYOVER_CUDA))$(if $(filter auto,$(CARRYOVER_CUDA)),$(NVCC)),$(VENV)/.cutlass)
 
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
-CXX_FILES = $(shell find csrc tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-all test-vllm test-vllm-quick bench gpu-check lint wheel install clean
 .DELETE_ON_ERROR:

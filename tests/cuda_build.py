@@ -61,7 +61,9 @@ def _compile(source: str, arch: str, kind: str, options: list[str]) -> Path:
     options = [*FLAGS, *options, f"-arch=sm_{arch}"]
     if cutlass := cutlass_include():
         options += ["-isystem", str(cutlass)]
-    digest = hashlib.sha256(" ".join(options).encode())
+    digest = hashlib.sha256(
+        " ".join([*options, str(path) if kind == "ptx" else ""]).encode()
+    )  # it names files
     for part in _closure(path):
         digest.update(part.read_bytes())
     result = CACHE / f"{path.stem}_{arch}_{digest.hexdigest()[:16]}.{kind}"

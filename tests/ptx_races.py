@@ -60,15 +60,20 @@ class Instruction:
     @cached_property
     def kind(self) -> str:
         """barrier, warp, load, store, copy, commit, wait, or nothing."""
-        op = self.text.split(maxsplit=1)[0]
-        if op.startswith(("bar.sync", "barrier.sync", "bar.red", "barrier.red")):
-            return "barrier"
+        op, _, operands = self.text.partition(" ")
         if op.startswith("bar.warp.sync"):
             return "warp"
-        if op.startswith("cp.async"):
-            if "commit" in op:
-                return "commit"
-            return "wait" if "wait" in op else "copy"
+        if op.startswith(("bar.", "barrier.", "mbarrier.")):
+            if op in ("bar.sync", "barrier.sync", "barrier.sync.aligned") and operands == "0":
+                return "barrier"
+            raise ValueError(f"{self.text}: only barriers of the whole block are understood")
+        if op.startswith("cp."):
+            for kind in ("commit", "wait"):
+                if op.startswith(f"cp.async.{kind}_"):
+                    return kind
+            if op.startswith(("cp.async.ca.shared", "cp.async.cg.shared")):
+                return "copy"
+            raise ValueError(f"{self.text}: only cp.async in groups is understood")
         if ".shared" in op and not op.startswith("cvta"):
             return "load" if op.startswith(("ld.", "ldmatrix")) else "store"
         if re.match(r"(ld|st|atom|red)\.(?!param|global|shared|local|const)", op) and "global" not in op:

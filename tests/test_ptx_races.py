@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -165,125 +164,35 @@ def test_no_barrier_and_no_wait_can_be_left_out(source: str) -> None:
 
 # ---- planted faults ---------------------------------------------------------------------------------
 
-PLANTED = """
-#define COPY(to, from) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: \
-    "r"(static_cast<unsigned>(__cvta_generic_to_shared(to))), "l"(from) : "memory")
-#define COMMIT asm volatile("cp.async.commit_group;" ::: "memory")
-#define WAIT(n) asm volatile("cp.async.wait_group %0;" :: "n"(n) : "memory")
-extern __shared__ float4 s[];
-
-__global__ void store_kernel(float4* x) {
-  s[threadIdx.x] = x[threadIdx.x];  // store
-  BARRIER_A
-  x[threadIdx.x] = s[blockDim.x - 1 - threadIdx.x];  // load
-}
-
-__global__ void warp_kernel(float4* x) {
-  s[threadIdx.x] = x[threadIdx.x];  // store
-  __syncwarp();
-  BARRIER_A
-  x[threadIdx.x] = s[threadIdx.x ^ 1];  // load
-}
-
-__global__ void branch_kernel(float4* x, int n) {
-  if (threadIdx.x < 32) {
-    s[threadIdx.x] = x[threadIdx.x];  // store
-  ELSE
-    x[threadIdx.x] = s[threadIdx.x - 32];  // load
-  }
-}
-
-__global__ void uniform_kernel(float4* x, int n) {
-  if (n > 3)
-    s[threadIdx.x] = x[threadIdx.x];  // store
-  else
-    x[threadIdx.x] = s[threadIdx.x ^ 1];  // load
-}
-
-__global__ void loop_kernel(float4* x, int n) {
-  float4 sum = {};
-  for (int i = 0; i < n; ++i) {
-    s[threadIdx.x] = x[i * blockDim.x + threadIdx.x];  // store
-    __syncthreads();
-    sum.x += s[blockDim.x - 1 - threadIdx.x].x;  // load
-    BARRIER_A
-  }
-  x[threadIdx.x] = sum;
-}
-
-__global__ void copy_kernel(float4* x) {
-  COPY(&s[threadIdx.x], &x[threadIdx.x]);  // copy
-  COMMIT;
-  WAIT_A
-  BARRIER_B
-  x[threadIdx.x] = s[blockDim.x - 1 - threadIdx.x];  // load
-}
-
-__global__ void ring_kernel(float4* x, int n) {
-  const int t = threadIdx.x, size = blockDim.x;
-  float sum = 0;
-  for (int i = 0; i < 2; ++i) {
-    COPY(&s[i * size + t], &x[i * size + t]);  // copy
-    COMMIT;
-  }
-#pragma unroll 1
-  for (int i = 0; i < n; ++i) {
-    WAIT_B
-    BARRIER_B
-    if (i + 2 < n) COPY(&s[(i + 2) % 3 * size + t], &x[(i + 2) * size + t]);  // copy
-    COMMIT;
-    sum += s[i % 3 * size + (size - 1 - t)].x;  // load
-  }
-  x[t].x = sum;
-}
-"""
-SYNC = "__syncthreads();"
-RIGHT = {
-    "BARRIER_A": SYNC,
-    "BARRIER_B": SYNC,
-    "ELSE": "} __syncthreads(); if (threadIdx.x >= 32) {",
-    "WAIT_A": "WAIT(0);",
-    "WAIT_B": "WAIT(1);",
-}
+PLANTED = Path(__file__).with_name("planted_races.cu")
 QUIET = dict.fromkeys(("store", "warp", "branch", "uniform", "loop", "copy", "ring"), "")
 FAULTS = {
-    "right": ({}, QUIET),
-    "no-barrier": (
-        {"BARRIER_A": "", "BARRIER_B": ""},
-        QUIET
-        | {"store": "barrier", "warp": "warp", "loop": "barrier", "copy": "async", "ring": "async barrier"},
-    ),
-    "no-wait": ({"WAIT_A": "", "WAIT_B": ""}, QUIET | {"copy": "async", "ring": "async"}),
-    "wait-for-less": (
-        {"WAIT_A": "WAIT(1);", "WAIT_B": "WAIT(2);"},
-        QUIET | {"copy": "async", "ring": "async"},
-    ),
-    "arms": ({"ELSE": "} else {"}, QUIET | {"branch": "barrier"}),
+    "right": QUIET,
+    "no-barrier": QUIET
+    | {"store": "barrier", "warp": "warp", "loop": "barrier", "copy": "async", "ring": "async barrier"},
+    "no-wait": QUIET | {"copy": "async", "ring": "async"},
+    "wait-for-less": QUIET | {"copy": "async", "ring": "async"},
+    "arms": QUIET | {"branch": "barrier"},
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found_and_nothing_else(fault: str, tmp_path: Path) -> None:
-    changes, expected = FAULTS[fault]
-    text = PLANTED
-    for name, code in (RIGHT | changes).items():
-        text = re.sub(rf"\b{name}\b", code, text)
-    source = tmp_path / "planted.cu"
-    source.write_text(text)
+def test_planted_faults_are_found_and_nothing_else(fault: str) -> None:
+    define = f"FAULT_{fault.upper().replace('-', '_')}"
     found = {}
-    for kernel in parse(compile_ptx(str(source))):
+    for kernel in parse(compile_ptx(str(PLANTED), defines=(define,))):
         name = short_name(kernel.name).removesuffix("_kernel")
         kernel.stages = 3 if name == "ring" else 1
         races = kernel.races()
         assert not races or any("// load" in r.first + r.second for r in races), races
         found[name] = " ".join(sorted({r.kind for r in races}))
-    assert found == expected
+    assert found == FAULTS[fault]
 
 
-def test_what_is_not_understood_is_said(tmp_path: Path) -> None:
-    source = tmp_path / "generic.cu"
-    source.write_text("__global__ void generic_kernel(float* x, int n) { extern __shared__ float s[];"
-                      " float* to = n > 3 ? s : x; to[threadIdx.x] = 1; }")  # fmt: skip
-    (kernel,) = parse(compile_ptx(str(source)))
-    with pytest.raises(ValueError, match="address of unknown kind"):
+@pytest.mark.parametrize(
+    "number,message", [(1, "address of unknown kind"), (2, "only barriers of the whole block")]
+)
+def test_what_is_not_understood_is_said(number: int, message: str) -> None:
+    (kernel,) = parse(compile_ptx(str(PLANTED), defines=(f"NOT_UNDERSTOOD={number}",)))
+    with pytest.raises(ValueError, match=message):
         kernel.races()
