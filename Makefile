@@ -25,8 +25,12 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 VLLM_ENV := VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1
 GPU_CHECK_FLAGS ?=
 
+# What the build needs where it compiles CUDA: by CARRYOVER_CUDA=1, or by auto where there is a compiler.
+NVCC := $(shell command -v nvcc || ls "$$CUDA_HOME/bin/nvcc" 2>/dev/null)
+CUDA_HEADERS := $(if $(filter 1,$(CARRYOVER_CUDA))$(if $(filter auto,$(CARRYOVER_CUDA)),$(NVCC)),$(VENV)/.cutlass)
+
 SOURCES := $(shell find csrc -type f 2>/dev/null) $(wildcard CMakeLists.txt setup.py pyproject.toml)
-CXX_FILES = $(shell find csrc tests/simt -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-all test-vllm test-vllm-v1 test-vllm-v2 test-vllm-quick bench gpu-check lint wheel install clean
 .DELETE_ON_ERROR:
@@ -37,7 +41,7 @@ demo: install
 # The target comes first, so that the tests on the real model run; without a network they say that they are skipped.
 test: install $(VENV)/.dev
 	-$(BIN)/carryover env --fetch smollm2-135m
-	$(BIN)/python -m pytest -n $(JOBS) $(TEST_FLAGS) tests
+	$(BIN)/python -m pytest -n $(JOBS) $(SLOW) $(TEST_FLAGS) tests
 
 # In the real vLLM, in a venv of its own (2.5 GB): both runners side by side where there are two cores; each prints when
 # it is done. V2 runs its Triton kernels in the interpreter.
@@ -54,7 +58,7 @@ test-vllm-v2: $(VLLM_VENV)/.package
 test-vllm-quick: $(VLLM_VENV)/.package
 	$(VLLM_ENV) $(VLLM_VENV)/bin/python -m pytest $(VLLM_FLAGS) tests_vllm/test_v1.py -k "references or mistakes"
 # The tests in full: the slow ones (every architecture, the whole matrix of the simulator) as well.
-test-all: TEST_FLAGS += -m "slow or not slow"
+test-all: SLOW := -m "slow or not slow"
 test-all: test
 
 # What the CUDA kernels need to be believed. On a machine without a GPU it says what was left out.
@@ -89,15 +93,19 @@ $(VENV)/.requirements: requirements.txt | $(BIN)/python
 	@$(PIP) install -qq $(PIP_FLAGS) -r requirements.txt
 	@touch $@
 
-$(VENV)/.package: $(VENV)/.requirements $(SOURCES)
+# For its headers (CuTe) alone: to build the CUDA kernels, and for the simulator.
+$(VENV)/.cutlass: | $(BIN)/python
+	@$(PIP) install -qq $(PIP_FLAGS) --no-deps nvidia-cutlass==4.2.0.0
+	@touch $@
+
+$(VENV)/.package: $(VENV)/.requirements $(SOURCES) | $(CUDA_HEADERS)
 	@echo "Building the package (CARRYOVER_CUDA=$(CARRYOVER_CUDA))"
 	@$(PIP) install -qq --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.requirements $(VENV)/.cutlass
 	@echo "Installing the tools for tests and checks into $(VENV)"
 	@$(PIP) install -qq $(PIP_FLAGS) -r requirements-dev.txt
-	@$(PIP) install -qq $(PIP_FLAGS) --no-deps nvidia-cutlass==4.2.0.0  # for its headers (CuTe) alone
 	@touch $@
 
 # PyTorch with what it needs; the rest without: the file is complete, and leaves out torchvision, torchaudio and

@@ -36,7 +36,7 @@ def _nvcc() -> str | None:
 
 
 def _cuda_options() -> list[str]:
-    """What CMake must know: the compiler, CUTLASS (its headers), and CARRYOVER_CUDA_ARCHS if that is set."""
+    """What CMake must know: the compiler, CUTLASS (its headers), CARRYOVER_CUDA_ARCHS and CARRYOVER_DEBUG."""
     options = [f"-DCMAKE_CUDA_COMPILER={_nvcc()}"]
     home, package = os.environ.get("CUTLASS_HOME"), find_spec("cutlass_library")
     if home:
@@ -45,7 +45,7 @@ def _cuda_options() -> list[str]:
         options.append(f"-DCUTLASS_INCLUDE={Path(package.submodule_search_locations[0])}/source/include")
     archs = os.environ.get("CARRYOVER_CUDA_ARCHS")
     options.append(f"-DCARRYOVER_CUDA_ARCHS={archs}" if archs else "-UCARRYOVER_CUDA_ARCHS")
-    return options
+    return [*options, f"-DCARRYOVER_DEBUG={int(os.environ.get('CARRYOVER_DEBUG', '0') == '1')}"]
 
 
 def _cmake() -> str:

@@ -4,8 +4,8 @@
 
 A part that passed is not run again until a source file or the machine changes; --again runs it anyhow. No
 part starts after --minutes: the next call goes on from there. The report says what was run, what was left
-out, and why. Exit status 0: nothing that was run failed. No part uses the network. Not part of the benchmark
-yet: the kernels of FlashInfer and vLLM.
+out, and why. Exit status 0: nothing that was run failed. No part uses the network. The benchmark has rows of
+vLLM's and FlashInfer's kernels where these packages are installed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-STATIC_TESTS = "tests/test_cuda_static.py"
+STATIC_TESTS = ("tests/test_cuda_static.py", "tests/test_ptx_races.py")
 GPU_TESTS, SIMULATOR_TESTS = (
-    sorted({str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob(pattern)} - {STATIC_TESTS})
+    sorted({str(p.relative_to(ROOT)) for p in (ROOT / "tests").glob(pattern)} - {*STATIC_TESTS})
     for pattern in ("test_cuda_*.py", "test_simt_*.py")
 )
 BEHAVIOUR = "graph or reruns"  # tests that replay graphs, use two streams and repeat 1,000 times
@@ -136,12 +136,18 @@ def bench(out: Path) -> list[str]:
     return [sys.executable, "bench/ops.py", "--device", "cuda", "--quick", *files]
 
 
+def crossover(out: Path) -> list[str]:
+    return [sys.executable, "bench/crossover.py", "--out", str(out / "crossover.json")]
+
+
 BUILD = (("CARRYOVER_CUDA", "1"), ("CARRYOVER_CUDA_ARCHS", architectures()))
 PARTS = (
     Part(
         "build", "the extension, for the GPU at hand (all four without one)", needs_nvcc, build, 1500, BUILD
     ),
-    Part("static", "registers, spills, instructions", needs_nvcc, pytest(STATIC_TESTS), 900),
+    Part(
+        "static", "registers, spills, instructions, races in the PTX", needs_nvcc, pytest(*STATIC_TESTS), 900
+    ),
     Part("simulator", "the kernels' source on the CPU", lambda: None, pytest(*SIMULATOR_TESTS), 1500),
     Part(
         "tests",
@@ -158,7 +164,8 @@ PARTS = (
         120,
     ),
     *(sanitizer(tool) for tool in ("memcheck", "racecheck", "initcheck", "synccheck")),
-    Part("bench", "times against eager, torch.compile, SDPA", needs_built, bench, 180),
+    Part("crossover", "rows up to which the own GEMM beats the library's", needs_built, crossover, 60),
+    Part("bench", "times against eager, torch.compile, SDPA, vLLM, FlashInfer", needs_built, bench, 180),
 )
 
 

@@ -1,4 +1,4 @@
-"""Times every operator against its plain form, its compiled plain form and its best peer. See
+"""Times every operator against its plain form, its compiled plain form and its peers. See
 bench/README.md.
 
 python bench/ops.py [--quick] [--device cuda] [--ops segment_attention,accept] [--out ops.json]
@@ -7,6 +7,7 @@ python bench/ops.py [--quick] [--device cuda] [--ops segment_attention,accept] [
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 sys.path.insert(0, str(Path(__file__).parent))
 
+import peers
 import torch
 import torch.nn.functional as F
 from common import Call, Ceilings, cpu_ratio, interleave, measure_ceilings, median, ratio
@@ -52,7 +54,7 @@ MODELS = {576: Model(576, 4, 2, 9, 3, 64, 49152), 4096: Model(4096, 5, 5, 32, 8,
 
 @dataclass
 class Bench:
-    """One row: the op, the same by plain PyTorch (`eager`), what is compiled, the peer, and the work in
+    """One row: the op, the same by plain PyTorch (`eager`), what is compiled, the peers, and the work in
     it."""
 
     op: str
@@ -62,8 +64,7 @@ class Bench:
     eager: Call
     bytes: float
     operations: float
-    peer: Call | None = None
-    peer_name: str = ""
+    peers: dict[str, Call] = field(default_factory=dict)
     setting: dict = field(default_factory=dict)
     compiled: Call | None = None
 
@@ -143,9 +144,11 @@ def bench_project(shape: Shape) -> Iterator[Bench]:
     features, positions, weights, moved, operations = projection(shape)
     carried = torch.arange(len(features)) % 2 == 1
     args = (features, positions, *weights, carried)
+    plain = (features, positions, *weights)
     yield Bench(
         "project_kv", f"T={len(features)}", shape.dtype,
         lambda: ops.project_kv(*args), lambda: reference.project_kv(*args), moved, operations,
+        peers=peers.projection(features, positions, weights, ops.project_kv(*plain)),
         setting=shape.describe(), compiled=lambda: compiled("project_kv")(*args),
     )  # fmt: skip
 
@@ -164,7 +167,7 @@ def bench_commit(shape: Shape) -> Iterator[Bench]:
     yield Bench(
         "commit_and_carry", f"T={len(features)}", shape.dtype,
         lambda: ops.commit_and_carry(*args), lambda: reference.commit_and_carry(*args), moved, operations,
-        peer=lambda: ops.project_kv(features, positions, *weights, carried), peer_name="project_kv",
+        peers={"project_kv": lambda: ops.project_kv(features, positions, *weights, carried)},
         setting=shape.describe(), compiled=lambda: compiled("commit_and_carry")(*args),
     )  # fmt: skip
 
@@ -189,14 +192,15 @@ def bench_attention(shape: Shape, contexts: tuple[int, ...]) -> Iterator[Bench]:
                 1, 2
             )
 
-        torch.testing.assert_close(ops.segment_attention(*args).float(), peer().float(), rtol=0.02, atol=0.02)
+        out = ops.segment_attention(*args)
+        torch.testing.assert_close(out.float(), peer().float(), rtol=0.02, atol=0.02)
         keys = context + carried + b
         moved = 2 * size(q) + 2 * batch * keys * m.kv_heads * m.d * q.element_size()
         yield Bench(
             "segment_attention", f"context={context}", shape.dtype,
             lambda args=args: ops.segment_attention(*args),
             lambda args=args: reference.segment_attention(*args), moved, 4.0 * batch * b * m.heads * m.d *
-            keys, peer=peer, peer_name="SDPA over cat",
+            keys, peers={"SDPA over cat": peer} | peers.attention(args, carried, out),
             setting=shape.describe(context=context),
             compiled=lambda args=args: compiled("segment_attention")(*args),
         )  # fmt: skip
@@ -223,6 +227,7 @@ def bench_accept(shape: Shape) -> Iterator[Bench]:
         yield Bench(
             "accept", "greedy" if temperature == 0 else "sampled", shape.dtype,
             lambda args=args: ops.accept(*args), lambda args=args: reference.accept(*args), moved, 0.0,
+            peers=peers.acceptance(args, ops.accept(*args)),
             setting=shape.describe(vocab=m.vocab, temperature=temperature),
             compiled=lambda args=args: compiled("accept")(*args),
         )  # fmt: skip
@@ -260,9 +265,7 @@ def rows_of(op: str, shape: Shape, contexts: tuple[int, ...]) -> Iterator[Bench]
 
 def measure(bench: Bench, ceilings: Ceilings, seconds: float, compile_it: bool) -> dict:
     """One row of the table as a plain dictionary."""
-    arms: dict[str, Call] = {"op": bench.run, "eager": bench.eager}
-    if bench.peer is not None:
-        arms["peer"] = bench.peer
+    arms: dict[str, Call] = {"op": bench.run, "eager": bench.eager, **bench.peers}
     if compile_it and bench.compiled is not None:
         try:
             bench.compiled()
@@ -284,9 +287,10 @@ def measure(bench: Bench, ceilings: Ceilings, seconds: float, compile_it: bool) 
         "share_of_ceiling": least / us.p50,
         "eager_ratio": ratio(times["eager"], us),
         "compiled_ratio": ratio(times["compiled"], us) if "compiled" in times else None,
-        "peer": bench.peer_name or None,
-        "peer_ratio": ratio(times["peer"], us) if "peer" in times else None,
-        "peer_cpu_ratio": cpu_ratio(times["peer"], us) if "peer" in times else None,
+        "peers": {
+            name: {"ratio": ratio(times[name], us), "cpu_ratio": cpu_ratio(times[name], us)}
+            for name in bench.peers
+        },
         "eager_cpu_ratio": cpu_ratio(times["eager"], us),
         "turns": len(us.us),
     }  # fmt: skip
@@ -294,7 +298,7 @@ def measure(bench: Bench, ceilings: Ceilings, seconds: float, compile_it: bool) 
 
 HEADINGS = (
     *("op", "case", "dtype", "hidden", "B", "b", "p20 us", "p50 us", "p80 us", "CPU us", "GB/s", "GFLOP/s"),
-    *("ceiling", "eager", "compiled", "peer"),
+    *("ceiling", "eager", "compiled", "peers"),
 )
 
 
@@ -309,7 +313,9 @@ def text(row: dict) -> list[str]:
         f"{row['cpu_us']:.0f}" if row["cpu_us"] >= 100 else f"{row['cpu_us']:.1f}",
         f"{row['gb_per_s']:.1f}", f"{row['gflop_per_s']:.0f}" if row["operations"] else "-",
         f"{row['share_of_ceiling']:.0%}", times(row["eager_ratio"]), times(row["compiled_ratio"]),
-        f"{times(row['peer_ratio'])}, CPU {times(row['peer_cpu_ratio'])}" if row["peer"] else "-",
+        "; ".join(
+            f"{name} {times(x['ratio'])}, CPU {times(x['cpu_ratio'])}" for name, x in row["peers"].items()
+        ) or "-",
     ]  # fmt: skip
 
 
@@ -328,11 +334,22 @@ def plot(rows: list[dict], path: Path) -> None:
     names = [op for op in OPS if any(r["op"] == op for r in rows)]
     figure, panels = plt.subplots(1, len(names), figsize=(3.4 * len(names), 4), squeeze=False, sharey=True)
     styles = (("eager_ratio", "o", "#9a9a9a", "eager"), ("compiled_ratio", "s", "#4477aa", "compiled"))
+    colours = {
+        "SDPA over cat": "#cc5a1e",
+        "project_kv": "#cc5a1e",
+        "vLLM": "#228833",
+        "FlashInfer": "#aa3377",
+    }
     for panel, op in zip(panels[0], names, strict=True):
         mine = [r for r in rows if r["op"] == op]
-        for key, marker, colour, label in (*styles, ("peer_ratio", "D", "#cc5a1e", "peer")):
+        for key, marker, colour, label in styles:
             points = [(r["us"]["p50"], r[key]) for r in mine if r[key]]
             if points:
+                panel.scatter(*zip(*points, strict=True), marker=marker, s=18, color=colour, label=label)
+        for label, colour in colours.items():
+            points = [(r["us"]["p50"], r["peers"][label]["ratio"]) for r in mine if label in r["peers"]]
+            if points:
+                marker = "D"
                 panel.scatter(*zip(*points, strict=True), marker=marker, s=18, color=colour, label=label)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set(xscale="log", yscale="log", title=op, xlabel="time of the op, us")
@@ -425,7 +442,9 @@ def main() -> None:
     if options.out:
         print(f"JSON: {options.out}")
     figure = options.plot or (options.out.with_suffix(".png") if options.out else None)
-    if figure:
+    if figure and importlib.util.find_spec("matplotlib") is None:  # an engine's environment may not have it
+        print("no plot: matplotlib is not installed")
+    elif figure:
         plot(rows, figure)
         print(f"plot: {figure}")
 

@@ -240,6 +240,32 @@ def accept(
     return accepted.int(), torch.minimum(drawn, last)
 
 
+def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
+    """Philox4x32-10: four words of random bits for each counter ``[..., 4]`` under a key ``[..., 2]``. Words
+    are int64 numbers of 0..2^32 - 1."""
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = counter.unbind(-1)
+    k0, k1 = key.unbind(-1)
+    for _ in range(10):
+        a, b = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # modulo 2^64: the bits are right, whatever the sign
+        c0, c1, c2, c3 = (b >> 32 & mask) ^ c1 ^ k0, b & mask, (a >> 32 & mask) ^ c3 ^ k1, a & mask
+        k0, k1 = k0 + 0x9E3779B9 & mask, k1 + 0xBB67AE85 & mask
+    return torch.stack((c0, c1, c2, c3), -1)
+
+
+def philox_uniforms(seeds: Tensor, offsets: Tensor | None, steps: int) -> Tensor:
+    """``[B, steps]`` float32 in [0, 1): number ``offsets + k`` of each seed's stream (int64 ``[B]``). What
+    :func:`markov_sample` draws with."""
+    at = (
+        torch.arange(steps, device=seeds.device)
+        + (torch.zeros_like(seeds) if offsets is None else offsets)[:, None]
+    )
+    words = torch.stack((at & 0xFFFFFFFF, at >> 32 & 0xFFFFFFFF), -1)
+    counter = torch.cat((words, torch.zeros_like(words)), -1)
+    key = torch.stack((seeds & 0xFFFFFFFF, seeds >> 32 & 0xFFFFFFFF), -1)[:, None].expand(-1, steps, -1)
+    return (philox4x32(counter, key)[..., 0] >> 8).float() * 2.0**-24
+
+
 def markov_sample(
     base_logits: Tensor,
     prev_tokens: Tensor,
@@ -249,9 +275,13 @@ def markov_sample(
     uniforms: Tensor | None = None,
     temperature: float = 0.0,
     with_probs: bool = False,
+    seeds: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Twin of :func:`carryover_ext.ops.markov_sample`: one step after the other."""
     batch, steps, vocab = base_logits.shape
+    if seeds is not None:
+        uniforms = philox_uniforms(seeds, offsets, steps)
     wide = _wide(base_logits.dtype)
     padding = prev_tokens < 0
     tokens = prev_tokens.new_empty(batch, steps)

@@ -5,9 +5,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include "cpu/dispatch.h"
-#ifdef CARRYOVER_CUDA
-#include "cuda/ops.h"
-#endif
 
 STABLE_TORCH_LIBRARY(carryover_ext, m) {
   m.def(
@@ -24,7 +21,9 @@ STABLE_TORCH_LIBRARY(carryover_ext, m) {
       " Tensor(e!) segment_lens, Tensor fc_weight, Tensor norm_weight, Tensor kv_weight, Tensor "
       "k_norm_weight,"
       " Tensor cos_sin, Tensor? carry_embedding, *, float eps, bool carry_pre_norm, bool carry) -> ()");
-  m.def(  // what the CUDA kernel of commit_and_carry cannot raise
+  // What the CUDA kernels of these two cannot raise.
+  m.def("check_project_kv(Tensor positions, int positions_end) -> ()");
+  m.def(
       "check_commit_and_carry(Tensor positions, Tensor row_start, Tensor num_accepted, Tensor slot_mapping, "
       "int pages,"
       " int page_size, int room, int positions_end, bool carry) -> ()");
@@ -44,8 +43,8 @@ STABLE_TORCH_LIBRARY(carryover_ext, m) {
       " -> (Tensor num_accepted, Tensor next_token)");
   m.def(
       "markov_sample(Tensor base_logits, Tensor prev_tokens, Tensor markov_w1, Tensor markov_w2, Tensor? d2t,"
-      " Tensor? uniforms, float temperature, bool with_probs) -> (Tensor tokens, Tensor token_probs, Tensor "
-      "probs)");
+      " Tensor? uniforms, float temperature, bool with_probs, Tensor? seeds=None, Tensor? offsets=None)"
+      " -> (Tensor tokens, Tensor token_probs, Tensor probs)");
 #ifdef CARRYOVER_CUDA
   m.def("project_crossover() -> int");
   m.def("set_project_crossover(int rows) -> ()");
@@ -59,6 +58,7 @@ STABLE_TORCH_LIBRARY_IMPL(carryover_ext, CPU, m) {
   m.impl("gather_rejected", TORCH_BOX(&carryover::gather_rejected));
   m.impl("project_kv", TORCH_BOX(&carryover::project_kv));
   m.impl("commit_and_carry", TORCH_BOX(&carryover::commit_and_carry));
+  m.impl("check_project_kv", TORCH_BOX(&carryover::check_project_kv));
   m.impl("check_commit_and_carry", TORCH_BOX(&carryover::check_commit_and_carry));
   m.impl("segment_attention", TORCH_BOX(&carryover::segment_attention));
   m.impl("accept", TORCH_BOX(&carryover::accept));

@@ -17,12 +17,12 @@ inline double check_temperature(const Checker& check, double temperature) {
   return temperature > 0 ? std::max(temperature, 1e-30) : 0;
 }
 
-// Needed at temperatures above 0; `layout` is [batch, columns] in words.
+// Needed at temperatures above 0; `layout` is [batch, columns] in words, `instead` what could be given, too.
 inline void check_uniforms(const Checker& check, const std::optional<Tensor>& uniforms, double temperature,
-                           int64_t batch, int64_t columns, const char* layout) {
+                           int64_t batch, int64_t columns, const char* layout, const char* instead = "") {
   check.require(uniforms.has_value(), "uniforms is None at temperature ", temperature,
                 "; give float32 numbers in [0, 1) of shape ", layout, ", e.g. torch.rand(", batch, ", ",
-                columns, ")");
+                columns, ")", instead);
   check.dtype(*uniforms, "uniforms", ScalarType::Float);
   check.shape(*uniforms, "uniforms", {batch, columns}, layout);
   check.contiguous(*uniforms, "uniforms");
@@ -57,7 +57,7 @@ struct AcceptArguments {
 
 struct MarkovArguments {
   const Tensor &base_logits, &prev_tokens, &markov_w1, &markov_w2;
-  const std::optional<Tensor>&d2t, &uniforms;
+  const std::optional<Tensor>&d2t, &uniforms, &seeds, &offsets;
   double temperature;
   int64_t batch = 0, steps = 0, vocab = 0, tokens = 0, rank = 0;  // tokens: rows of markov_w1
 
@@ -89,7 +89,25 @@ struct MarkovArguments {
       c.require(vocab <= tokens, "base_logits has ", vocab, " columns and markov_w1 only ", tokens,
                 " rows; give d2t, the token of each column");
     }
-    if (temperature > 0) check_uniforms(c, uniforms, given, batch, steps, "[B, K]");
+    if (temperature > 0) check_randomness(c, given);
+  }
+
+ private:
+  // Numbers of the caller, or of a stream for each request.
+  void check_randomness(const Checker& c, double given) const {
+    if (!seeds) {
+      c.require(!offsets, "offsets are given without seeds; give both, or uniforms");
+      check_uniforms(c, uniforms, given, batch, steps, "[B, K]", " or seeds");
+      return;
+    }
+    c.require(!uniforms, "uniforms and seeds are both given; give one of them");
+    c.dtype(*seeds, "seeds", ScalarType::Long);
+    c.shape(*seeds, "seeds", {batch}, "[B]");
+    c.contiguous(*seeds, "seeds");
+    if (!offsets) return;
+    c.dtype(*offsets, "offsets", ScalarType::Long);
+    c.shape(*offsets, "offsets", {batch}, "[B]");
+    c.contiguous(*offsets, "offsets");
   }
 };
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from simt.build import ROOT, _closure, cutlass_include
 
 CACHE = ROOT / "build" / "static"
-FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-Xptxas", "-v", "-I", str(ROOT / "csrc")]
+FLAGS = ["-std=c++17", "-O3", "--expt-relaxed-constexpr", "-I", str(ROOT / "csrc")]
 
 
 def tool(name: str) -> str | None:
@@ -55,28 +55,41 @@ def short_name(mangled: str) -> str:
     raise AssertionError(f"no kernel's name in {mangled}")
 
 
+def _compile(source: str, arch: str, kind: str, options: list[str]) -> Path:
+    """`source`: a name in csrc/cuda, or a path. `kind`: cubin or ptx."""
+    path = ROOT / "csrc" / "cuda" / f"{source}.cu" if "/" not in source else Path(source)
+    options = [*FLAGS, *options, f"-arch=sm_{arch}"]
+    if cutlass := cutlass_include():
+        options += ["-isystem", str(cutlass)]
+    digest = hashlib.sha256(
+        " ".join([*options, str(path) if kind == "ptx" else ""]).encode()
+    )  # it names files
+    for part in _closure(path):
+        digest.update(part.read_bytes())
+    result = CACHE / f"{path.stem}_{arch}_{digest.hexdigest()[:16]}.{kind}"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(result.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            partial = result.with_suffix(".tmp")
+            command = [str(tool("nvcc")), *options, f"-{kind}", str(path), "-o", str(partial)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-4000:]
+            result.with_suffix(".log").write_text(done.stdout + done.stderr)
+            partial.rename(result)
+    return result
+
+
 @functools.cache
 def compile_source(source: str, arch: str) -> Path:
     """A cubin, with what ptxas said beside it as .log. `source`: a name in csrc/cuda, or a path."""
-    path = ROOT / "csrc" / "cuda" / f"{source}.cu" if "/" not in source else Path(source)
-    options = [*FLAGS, f"-arch=sm_{arch}"]
-    if cutlass := cutlass_include():
-        options += ["-isystem", str(cutlass)]
-    digest = hashlib.sha256(" ".join(options).encode())
-    for part in _closure(path):
-        digest.update(part.read_bytes())
-    cubin = CACHE / f"{path.stem}_{arch}_{digest.hexdigest()[:16]}.cubin"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with open(cubin.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not cubin.exists():
-            partial = cubin.with_suffix(".tmp")
-            command = [str(tool("nvcc")), *options, "-cubin", str(path), "-o", str(partial)]
-            result = subprocess.run(command, capture_output=True, text=True)
-            assert result.returncode == 0, result.stderr[-4000:]
-            cubin.with_suffix(".log").write_text(result.stdout + result.stderr)
-            partial.rename(cubin)
-    return cubin
+    return _compile(source, arch, "cubin", ["-Xptxas", "-v"])
+
+
+@functools.cache
+def compile_ptx(source: str, arch: str = "90a", defines: tuple[str, ...] = ()) -> str:
+    """PTX with source lines. `source`: a name in csrc/cuda, or a path."""
+    return _compile(source, arch, "ptx", ["-lineinfo", *(f"-D{d}" for d in defines)]).read_text()
 
 
 def kernels(source: str, arch: str) -> list[Kernel]:

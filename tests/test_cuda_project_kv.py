@@ -174,6 +174,15 @@ def test_rows_out_of_range_go_nowhere_and_are_reported():
     checked = (args[1], args[2], args[3], args[4], args[5], args[7], args[14])
     with pytest.raises(RuntimeError, match=r"slot_mapping\[0\] = 112 is out of range"):
         ops.check_commit_and_carry(*checked)
+    args[4][0], args[1][0] = -1, 10**6
+    args[1][1] = 10**6
+    ops.commit_and_carry(*args)
+    with pytest.raises(RuntimeError, match=r"positions\[1\] = 1000000 is out of range"):
+        ops.check_commit_and_carry(*checked)
+    k, v = ops.project_kv(args[0], args[1], *args[10:16])
+    assert all((x[:, :2] == 0).all() and (x[:, 2] != 0).any() for x in (k, v))
+    with pytest.raises(RuntimeError, match=r"positions\[0\] = 1000000 is out of range"):
+        ops.check_project_kv(args[1], args[14])
 
 
 ERRORS = {

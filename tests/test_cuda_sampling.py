@@ -121,6 +121,25 @@ def test_markov_in_a_captured_graph() -> None:
             assert_equal(a, b, "replay")
 
 
+def test_a_captured_graph_draws_anew_from_seeds_and_offsets() -> None:
+    case = Case(5, 7, 5003, 256, torch.bfloat16, reduced=True)
+    args = moved((case.logits, case.prev, case.w1, case.w2, case.d2t))
+    seeds, offsets = moved((torch.tensor([0, 1, -1, 2**62, 1]), torch.tensor([0, 7, 2**32 - 3, -5, 7])))
+    ops.markov_sample(*args, None, 1.0, True, seeds, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = ops.markov_sample(*args, None, 1.0, True, seeds, offsets)
+    seen = set()
+    for _ in range(100):
+        offsets += 7
+        graph.replay()
+        u = reference.philox_uniforms(seeds.cpu(), offsets.cpu(), 7).to(DEVICE)
+        for a, b in zip(captured, ops.markov_sample(*args, u, 1.0, True), strict=True):
+            assert_equal(a, b, "replay")
+        seen.add(tuple(captured[0].flatten().tolist()))
+    assert len(seen) > 90
+
+
 def test_reruns_and_streams_give_the_same_bits() -> None:
     tokens, logits, q = sampled_case(4, 7, 20003, torch.bfloat16, 1.0, False)
     judged = moved((tokens, logits, q, torch.rand(4, 8), 1.0))
@@ -168,6 +187,12 @@ BAD: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "accept-float64": (_accept, {"target_logits": torch.zeros(2, 4, 9, dtype=torch.float64)}, "on the GPU"),
     "accept-uniforms": (_accept, {"temperature": 1.0}, "uniforms is None at temperature 1"),
     "markov-cpu": (_markov, {"markov_w1": torch.zeros(9, 4).bfloat16()}, "markov_w1 must be on the GPU"),
+    "markov-seeds": (
+        _markov,
+        {"temperature": 1.0, "seeds": torch.zeros(2).long()},
+        "seeds must be on the GPU",
+    ),
+    "markov-none": (_markov, {"temperature": 1.0}, "uniforms is None at temperature 1; .* or seeds"),
     "gather-cpu": (_gather, {"row_start": int32(0, 4)}, "row_start must be on the GPU"),
     "gather-limit": (_gather, {"max_rejected": -1}, "max_rejected must be >= 0, got -1"),
 }

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
 import gpu_check
+from crossover import crossing
 from gpu_check import Part
 
 
@@ -72,3 +73,9 @@ def test_an_unknown_part_is_refused(check, capsys) -> None:
     with pytest.raises(SystemExit):
         check((FINE,), "--parts", "fine,fast")
     assert "--parts fast: not one of fine" in capsys.readouterr().err
+
+
+def test_the_crossing_is_where_the_library_first_wins() -> None:
+    assert crossing({8: 2.0, 16: 1.5, 64: 1.0, 128: 0.9, 256: 1.1}) == 64
+    assert crossing({64: 0.8, 8: 0.9}) == 0
+    assert crossing({512: 1.2, 8: 3.0}) == 512

@@ -227,6 +227,104 @@ def test_the_law_without_the_bias_fails_the_same_test() -> None:
     assert chi_square(observed(case, 1.0), sequential_law(case, 1.0, biased=False)) < 1e-8
 
 
+# ---- seeds: the numbers come from a counter-based generator ----------------------------------------
+
+# The published known answers of Random123 (kat_vectors): counter, key, result.
+PHILOX = (
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+SEEDS = torch.tensor([0, 1, -1, 2**62 + 5, -(2**63), 0x299F31D0A4093822, 12345])
+OFFSETS = torch.tensor([0, 2**32 - 2, -3, 2**63 - 2, 7, 99, -(2**63)])  # carries into the upper word, wraps
+
+
+@pytest.mark.parametrize("counter,key,wanted", PHILOX)
+def test_the_twin_gives_the_known_answers(counter: tuple, key: tuple, wanted: tuple) -> None:
+    found = reference.philox4x32(torch.tensor(counter), torch.tensor(key))
+    assert tuple(found.tolist()) == wanted
+
+
+def test_uniforms_are_the_upper_bits_of_the_first_word() -> None:
+    u = reference.philox_uniforms(torch.tensor([0, -1]), torch.tensor([0, -1]), 2)
+    assert u[0, 0] == (0x6627E8D5 >> 8) / 2**24
+    # Counter 2^64 - 1, then 0: the words are those of the plain integers.
+    assert u[1, 1] == reference.philox_uniforms(torch.tensor([-1]), None, 1)[0, 0]
+    many = reference.philox_uniforms(torch.arange(1000), None, 64)
+    assert many.dtype == torch.float32 and many.min() >= 0 and many.max() < 1
+    assert chi_square(torch.histc(many, 64, 0, 1), torch.full((64,), 1 / 64)) > 1e-4
+    assert many.unique().numel() > 0.99 * many.numel()
+
+
+def seeded(
+    case: Case, function, seeds: Tensor, offsets: Tensor | None, temperature: float = 1.0,
+    with_probs: bool = False, cast=lambda t: t,
+):  # fmt: skip
+    args = (cast(case.logits), case.prev, cast(case.w1), cast(case.w2), case.d2t, None)
+    return function(*args, temperature, with_probs, seeds, offsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+@pytest.mark.parametrize("offsets", (None, OFFSETS), ids=("from-0", "offsets"))
+def test_seeds_draw_what_their_uniforms_draw(offsets: Tensor | None, dtype: torch.dtype) -> None:
+    """Bit by bit: the op's numbers are those of the twin's generator."""
+    case = Case(7, 4, 100, 8, dtype, True)
+    case.prev[2] = -1
+    case.u = reference.philox_uniforms(SEEDS, offsets, 4)
+    for a, b in zip(
+        seeded(case, ops.markov_sample, SEEDS, offsets, 0.9, True),
+        case.run(ops.markov_sample, 0.9, True),
+        strict=True,
+    ):
+        assert_equal(a, b)
+    for a, b in zip(
+        seeded(case, reference.markov_sample, SEEDS, offsets, 0.9, True),
+        case.run(reference.markov_sample, 0.9, True),
+        strict=True,
+    ):
+        assert_equal(a, b)
+
+
+def test_a_seed_and_an_offset_draw_the_same_at_any_place() -> None:
+    """Every request of a batch, and its last steps alone: offset + k is what counts."""
+    case = Case(7, 4, 300, 8, torch.bfloat16, False)
+    case.logits[:] = case.logits[:1, :1].clone()
+    case.prev[:] = 3
+    case.w2.zero_()  # every step has the same law
+    offsets = torch.arange(7)
+    tokens = seeded(case, ops.markov_sample, torch.full((7,), 99), offsets, 1.0)[0]
+    for i in range(7):
+        for k in range(4):
+            assert tokens[i, k] == tokens[min(i + k, 6), max(0, i + k - 6)]
+    turned = torch.tensor([4, 2, 6, 0, 1, 5, 3])
+    again = seeded(case, ops.markov_sample, torch.full((7,), 99), offsets[turned], 1.0)[0]
+    assert torch.equal(again, tokens[turned])
+    assert tokens.unique().numel() > 3
+
+
+@pytest.mark.parametrize("by", ("seed", "offset"))
+def test_seeded_blocks_follow_the_sequential_law(by: str) -> None:
+    """Over seeds, and over the blocks of one seed."""
+    case = Case(1, STEPS, SMALL, 4, torch.float32, False)
+    n = torch.arange(ROUNDS)
+    seeds, offsets = (n, None) if by == "seed" else (torch.full_like(n, 5), n * STEPS)
+    many = (case.logits.expand(ROUNDS, -1, -1), case.prev.expand(ROUNDS).contiguous(), case.w1, case.w2)
+    tokens = ops.markov_sample(*many, None, None, 1.0, False, seeds, offsets)[0]
+    index = (tokens * SMALL ** torch.arange(STEPS - 1, -1, -1)).sum(-1)
+    assert chi_square(torch.bincount(index, minlength=SMALL**STEPS), sequential_law(case, 1.0)) > 1e-4
+
+
+def test_greedy_ignores_seeds() -> None:
+    case = Case(7, 2, 30, 4, torch.float32, False)
+    greedy = seeded(case, ops.markov_sample, SEEDS, OFFSETS, 0.0, True)
+    for a, b in zip(greedy, case.run(ops.markov_sample), strict=True):
+        assert_equal(a, b)
+
+
 # ---- contracts -----------------------------------------------------------------------------------
 
 
@@ -236,6 +334,8 @@ def test_the_law_without_the_bias_fails_the_same_test() -> None:
 def test_opcheck(batch: int, steps: int, dtype: torch.dtype, temperature: float, with_probs: bool) -> None:
     case = Case(batch, steps, 30, 5, dtype, True)
     args = (case.logits, case.prev, case.w1, case.w2, case.d2t, case.u, temperature, with_probs)
+    torch.library.opcheck(torch.ops.carryover_ext.markov_sample.default, args)
+    args = (*args[:5], None, *args[6:], torch.arange(batch), torch.full((batch,), 2**40))
     torch.library.opcheck(torch.ops.carryover_ext.markov_sample.default, args)
 
 
@@ -277,7 +377,26 @@ BAD = {
         {"markov_w1": torch.zeros(8, 4)},
         "base_logits has 9 columns and markov_w1 only 8 rows; give d2t",
     ),
-    "uniforms-none": ({"uniforms": None}, "uniforms is None at temperature 1"),
+    "uniforms-none": ({"uniforms": None}, r"uniforms is None at temperature 1; .* or seeds"),
+    "both": ({"seeds": torch.zeros(2).long()}, "uniforms and seeds are both given; give one of them"),
+    "offsets-alone": ({"offsets": torch.zeros(2).long()}, "offsets are given without seeds"),
+    "seeds-dtype": ({"uniforms": None, "seeds": torch.zeros(2).int()}, "seeds must be int64, got int32"),
+    "seeds-shape": (
+        {"uniforms": None, "seeds": torch.zeros(3).long()},
+        r"seeds must have shape \[B\] = \[2\]",
+    ),
+    "seeds-stride": (
+        {"uniforms": None, "seeds": torch.zeros(4).long()[::2]},
+        "seeds must be contiguous",
+    ),
+    "offsets-dtype": (
+        {"uniforms": None, "seeds": torch.zeros(2).long(), "offsets": torch.zeros(2)},
+        "offsets must be int64, got float32",
+    ),
+    "offsets-shape": (
+        {"uniforms": None, "seeds": torch.zeros(2).long(), "offsets": torch.zeros(2, 1).long()},
+        r"offsets must have shape \[B\] = \[2\], got \[2, 1\]",
+    ),
     "uniforms-shape": ({"uniforms": torch.zeros(2, 4)}, r"uniforms must have shape \[B, K\] = \[2, 3\]"),
     "uniforms-range": ({"uniforms": torch.full((2, 3), -0.5)}, r"uniforms\[0, 0\] = -0.5 is out of range"),
     "temperature": ({"temperature": -1.0}, r"temperature must be 0 \(greedy\) or .* got -1"),

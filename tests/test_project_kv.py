@@ -319,3 +319,18 @@ def test_errors(case):
 def test_unknown_embedding_place():
     with pytest.raises(ValueError, match="carry_embed_at='after' is not one of"):
         ops.project_kv(**_arguments(carry_embed_at="after"))
+
+
+def test_the_check_of_positions_says_what_the_op_says():
+    """For a GPU, where the op itself takes such rows for padding."""
+    table = _arguments()["cos_sin"]
+    ops.check_project_kv(int32(0, -1, 9), table)
+    ops.check_project_kv(int32(), table)
+    for wrong in (10, -2):
+        with pytest.raises(
+            RuntimeError, match=rf"project_kv: positions\[2\] = {wrong} is out of range: cos_sin"
+        ):
+            ops.check_project_kv(int32(0, -1, wrong), table)
+    with pytest.raises(RuntimeError, match="positions must be int32, got int64"):
+        ops.check_project_kv(torch.tensor([0]), table)
+    torch.library.opcheck(torch.ops.carryover_ext.check_project_kv.default, (int32(0, 3), 10))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from compare import Guarded, assert_equal
 from simt import SCHEDULES, Schedule, call, unavailable
-from test_markov_sample import Case, check
+from test_markov_sample import OFFSETS, PHILOX, SEEDS, Case, check, seeded
 from torch import Tensor
 
-from carryover_ext import reference
+from carryover_ext import ops, reference
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
@@ -29,7 +29,9 @@ SIZES = ((0, 3), (1, 0), (1, 3), (3, 2))
 def kernel(multiprocessors: int = 2, **options):
     """A function with the arguments of the op; outputs between canaries, workspace of the exact size."""
 
-    def run(logits, prev, w1, w2, d2t, u, temperature: float, with_probs: bool) -> tuple[Tensor, ...]:
+    def run(
+        logits, prev, w1, w2, d2t, u, temperature: float, with_probs: bool = False, seeds=None, offsets=None
+    ) -> tuple[Tensor, ...]:
         batch, steps, vocab = logits.shape
         full = with_probs and temperature > 0
         tokens = Guarded((batch, steps), torch.int64, fill=-99)
@@ -38,8 +40,8 @@ def kernel(multiprocessors: int = 2, **options):
         size = call("markov_sample", batch, vocab, function="workspace")
         workspace = torch.full((size // 4,), float("nan"))
         call(
-            "markov_sample", logits, prev, w1, w2, d2t, u if temperature > 0 else None, temperature,
-            logits.dtype == torch.bfloat16, multiprocessors, tokens.tensor, token_probs.tensor,
+            "markov_sample", logits, prev, w1, w2, d2t, u if temperature > 0 else None, seeds, offsets,
+            temperature, logits.dtype == torch.bfloat16, multiprocessors, tokens.tensor, token_probs.tensor,
             probs.tensor if full else None, workspace, **options,
         )  # fmt: skip
         for guarded in (tokens, token_probs, probs):
@@ -144,6 +146,37 @@ def test_padding_and_strides(dtype: torch.dtype, temperature: float) -> None:
         else:
             for a, b in zip(found[: 3 if temperature > 0 else 2], whole, strict=False):
                 assert_equal(a[i], b[i])
+
+
+@pytest.mark.parametrize("counter,key,wanted", PHILOX)
+def test_the_shared_generator_gives_the_known_answers(counter: tuple, key: tuple, wanted: tuple) -> None:
+    assert tuple(call("markov_sample", counter, key, function="philox4x32")) == wanted
+
+
+@pytest.mark.parametrize("offsets", (None, OFFSETS), ids=("from-0", "offsets"))
+def test_seeds_draw_what_their_uniforms_draw(offsets: Tensor | None) -> None:
+    """Bit by bit; and new values in the same tensors draw anew."""
+    case = Case(7, 3, 300, 8, torch.bfloat16, True)
+    case.prev[2] = -1
+    seeds = SEEDS.clone()
+    for _ in range(2):
+        case.u = reference.philox_uniforms(seeds, offsets, 3)
+        found = seeded(case, kernel(), seeds, offsets, 1.0, True)
+        for a, b in zip(found, case.run(kernel(), 1.0, True), strict=True):
+            assert_equal(a, b)
+        seeds += 1
+    assert (found[0][2] == -1).all() and (found[1][2] == 0).all()
+
+
+def test_seeded_draws_are_those_of_the_op_and_of_the_twin() -> None:
+    """The same tokens on the CPU, in the simulator and by the twin, unless u is at a border of the CDF."""
+    case = Case(7, 3, 40, 8, torch.bfloat16, True)
+    exact = seeded(case, reference.markov_sample, SEEDS, OFFSETS, 1.0, True, cast=lambda t: t.double())
+    u = reference.philox_uniforms(SEEDS, OFFSETS, 3).double()
+    near = (exact[2].double().cumsum(-1) - u[..., None]).abs().amin((1, 2)) < 1e-2
+    assert near.sum() < 6
+    for function in (kernel(), ops.markov_sample):
+        assert torch.equal(seeded(case, function, SEEDS, OFFSETS, 1.0)[0][~near], exact[0][~near])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)

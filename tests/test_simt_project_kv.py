@@ -330,6 +330,52 @@ def test_rows_out_of_range_go_nowhere():
     same(bad[2:], good[2:])
 
 
+@pytest.mark.parametrize("wrong", [64, -2, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("library", [False, True], ids=["tiles", "library"])
+def test_a_position_out_of_range_is_padding(library, wrong):
+    """Committed and carried rows alike: a bad carried row is not counted, so no row of a segment is left
+    unwritten below its length."""
+    case = CommitCase(SMALL, Ragged("bad", (8, 8), (3, 0)), torch.bfloat16)  # cos_sin has 64 rows
+    case.positions[[1, 5, 9, 15]] = -1
+    expected = case.run(commit_and_carry, library=library)
+    assert expected[4].tolist() == [3, 5]
+    case.positions[[1, 5, 9, 15]] = wrong
+    same(case.run(commit_and_carry, library=library), expected)
+
+    args = (case.features, case.positions, *case.weights.args())
+    bad = project_kv(*args, library=library)
+    same(
+        bad,
+        project_kv(args[0], case.positions.where(case.positions != wrong, -1), *args[2:], library=library),
+    )
+    assert all((x[:, [1, 5, 9, 15]] == 0).all() and (x[:, 0] != 0).any() for x in bad)
+
+
+@pytest.mark.slow  # a build of its own
+def test_values_out_of_range_trap_in_a_debug_build():
+    debug = {"defines": ("CARRYOVER_DEBUG", "CARRYOVER_ONE_TILE")}
+    case = CommitCase(TILE_SHAPES[0], Ragged("bad", (8, 8), (3, 0)), torch.bfloat16)
+    case.positions[[1, 5]] = case.slots[2] = -1
+    same(case.run(commit_and_carry, **debug), case.run(commit_and_carry))
+    args = (case.features, case.positions, *case.weights.args())
+    same(project_kv(*args, **debug), project_kv(*args))
+    for tensor, row, wrong in (
+        (case.slots, 0, case.pages * case.page),
+        (case.slots, 0, -2),
+        (case.positions, 0, 64),  # committed
+        (case.positions, 6, 64),  # carried
+        (case.positions, 6, -2),
+    ):
+        good = tensor[row].clone()
+        tensor[row] = wrong
+        with pytest.raises(KernelFault, match="__trap"):
+            case.run(commit_and_carry, **debug)
+        if tensor is case.positions:
+            with pytest.raises(KernelFault, match="__trap"):
+                project_kv(*args, **debug)
+        tensor[row] = good
+
+
 @pytest.mark.parametrize("start", [(0, 4, 400), (0, -4, 8), (5, 4, 8)])
 @pytest.mark.parametrize("accepted", [(1, 1), (9, 2), (-7, 3)])
 def test_nonsense_in_ragged_arguments_stays_inside_the_arguments(start, accepted):

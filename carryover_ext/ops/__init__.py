@@ -11,13 +11,14 @@ from .accept import accept
 from .commit_and_carry import check_commit_and_carry, commit_and_carry
 from .gather_rejected import gather_rejected
 from .markov_sample import markov_sample
-from .project_kv import project_kv
+from .project_kv import check_project_kv, project_kv
 from .segment_attention import check_segment_attention, segment_attention
 
 __all__ = [
     "accept",
     "available_capabilities",
     "check_commit_and_carry",
+    "check_project_kv",
     "check_segment_attention",
     "commit_and_carry",
     "cpu_capability",

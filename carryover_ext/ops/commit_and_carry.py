@@ -62,9 +62,9 @@ def commit_and_carry(
 
     On a GPU (bfloat16, float16) nothing waits for the device, so the call can be captured into a graph; the
     workspace comes from PyTorch's allocator. Values are not read on the host: a row whose slot or position is
-    out of range is written nowhere, and so are the rows of a request with a bad `row_start` or
-    `num_accepted`; :func:`check_commit_and_carry` reports them. Above :func:`project_crossover` rows the
-    library's GEMM computes.
+    out of range is written nowhere and not counted, and so are the rows of a request with a bad `row_start`
+    or `num_accepted`; :func:`check_commit_and_carry` reports them, and a build with CARRYOVER_DEBUG=1 traps.
+    Above :func:`project_crossover` rows the library's GEMM computes.
 
     Raises:
         RuntimeError: wrong dtype, shape or device. On the CPU also: slot outside -1..N*page-1 of a committed

@@ -17,6 +17,8 @@ def markov_sample(
     uniforms: Tensor | None = None,
     temperature: float = 0.0,
     with_probs: bool = False,
+    seeds: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Samples K tokens a request, each given the one before it:
     ``logits_k = base_logits[:, k] + markov_w2 @ markov_w1[x_(k-1)]``, where ``x_(-1)`` is ``prev_tokens``.
@@ -26,6 +28,10 @@ def markov_sample(
     rejection sampling needs to judge the draft. A column of -inf or NaN is never drawn; where no column is
     left, the first one is taken for certain.
 
+    ``u_k`` is given (``uniforms``), or comes from a counter-based generator inside of the op (``seeds``): the
+    same seed and offset give the same draw at any place of any batch, on a CPU and on a GPU, and a captured
+    CUDA graph draws anew when these tensors have new values. A caller advances ``offsets`` by K a block.
+
     Args:
         base_logits: ``[B, K, Vd]`` float32, bfloat16 or float64 (plain, slow), on a GPU bfloat16 or float16;
             without +inf. May be strided except in its last dimension.
@@ -34,9 +40,12 @@ def markov_sample(
             most 2048.
         markov_w2: ``[Vd, r]`` its projection to the logits, in the same dtype.
         d2t: ``[Vd]`` int64, the target id of each column; None: column v is token v.
-        uniforms: ``[B, K]`` float32 in [0, 1), needed for T > 0.
+        uniforms: ``[B, K]`` float32 in [0, 1); T > 0 needs these or seeds, not both.
         temperature: 0 or above.
         with_probs: also return q of all columns; ignored at temperature 0.
+        seeds: ``[B]`` int64, any values, one stream each: ``u_k`` is number ``offsets + k`` of it, the upper
+            24 bits of the first word of Philox4x32-10 with the seed as key and the number as counter.
+        offsets: ``[B]`` int64, any values; None: 0. Given only with seeds.
 
     Returns:
         ``tokens [B, K]`` int64 target ids (-1 for padding), ``token_probs [B, K]`` float32, q of each token
@@ -44,15 +53,16 @@ def markov_sample(
         ``[0, K, Vd]`` without with_probs or at temperature 0). An empty batch and K = 0 are defined.
 
     Raises:
-        RuntimeError: wrong dtype, shape or stride, a token without a row in markov_w1, missing uniforms, a
-            uniform outside [0, 1]; the message names the argument, its index and value. On a GPU values are
-            not looked at, since that would wait for it: a token without a row in markov_w1 has no bias.
+        RuntimeError: wrong dtype, shape or stride, a token without a row in markov_w1, missing uniforms and
+            seeds or both of them, a uniform outside [0, 1]; the message names the argument, its index and
+            value. On a GPU values are not looked at, since that would wait for it: a token without a row in
+            markov_w1 has no bias.
 
-    Source: the vanilla Markov head of DSpark (arXiv 2607.05147). The bias is added in float32; sums of the
-    CDF over blocks of columns are float64.
+    Source: the vanilla Markov head of DSpark (arXiv 2607.05147); Philox: Salmon et al., SC 2011. The bias is
+    added in float32; sums of the CDF over blocks of columns are float64.
     """
     return ops.markov_sample(
-        base_logits, prev_tokens, markov_w1, markov_w2, d2t, uniforms, temperature, with_probs
+        base_logits, prev_tokens, markov_w1, markov_w2, d2t, uniforms, temperature, with_probs, seeds, offsets
     )
 
 
@@ -66,6 +76,8 @@ def _fake(
     uniforms: Tensor | None,
     temperature: float,
     with_probs: bool,
+    seeds: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, steps, vocab = base_logits.shape
     rows = batch if with_probs and temperature > 0 else 0

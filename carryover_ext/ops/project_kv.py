@@ -60,7 +60,8 @@ def project_kv(
     Differentiable in `features`, all weights and `carry_embedding`. T = 0 gives empty results.
 
     On a GPU (bfloat16, float16) nothing waits for the device, so the call can be captured into a graph; the
-    workspace comes from PyTorch's allocator. A row whose position is out of range there becomes 0.
+    workspace comes from PyTorch's allocator. A row whose position is out of range there becomes 0;
+    :func:`check_project_kv` reports it, and a build with CARRYOVER_DEBUG=1 traps.
 
     Raises:
         RuntimeError: wrong dtype, shape or device, a position outside -1..P-1 (on the CPU), `carried` without
@@ -85,6 +86,24 @@ def _fake(
     heads = kv_weight.shape[0] // (2 * layers * dim)
     shape = (layers, features.shape[0], heads, dim)
     return features.new_empty(shape), features.new_empty(shape)
+
+
+def check_project_kv(positions: Tensor, cos_sin: Tensor) -> None:
+    """Raises what :func:`project_kv` raises on the CPU for positions that `cos_sin` has no row for; for
+    debugging on a GPU, where such rows become 0 instead. Waits for the device.
+
+    Args:
+        positions, cos_sin: as for :func:`project_kv`, on any device.
+
+    Raises:
+        RuntimeError: the first position outside -1..P-1, by its index.
+    """
+    _ops.check_project_kv(positions.detach().cpu(), cos_sin.shape[0])
+
+
+@torch.library.register_fake("carryover_ext::check_project_kv")
+def _fake_check(positions, positions_end) -> None:
+    return None
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
@@ -128,11 +147,12 @@ def _backward(ctx, grad_k, grad_v):
     k_normed = k * k_scale
 
     # Second epilogue: undo the rotation, then k_norm. Rows of padding get no gradient.
-    live = (positions >= 0)[:, None, None, None]
+    # So do rows out of range, which are zeros on a GPU.
+    live = ((positions >= 0) & (positions < cos_sin.shape[0]))[:, None, None, None]
     gk = torch.where(live, grad_k.transpose(0, 1).to(wide), 0.0)
     gv = torch.where(live, grad_v.transpose(0, 1).to(wide), 0.0)
     half = cos_sin.shape[1] // 2
-    table = cos_sin.to(wide)[positions.clamp(min=0).long()][:, None, None, :]
+    table = cos_sin.to(wide)[positions.clamp(0, cos_sin.shape[0] - 1).long()][:, None, None, :]
     cos, sin = table[..., :half], table[..., half:]
     a, b, rest = gk[..., :half], gk[..., half : 2 * half], gk[..., 2 * half :]
     gk = torch.cat((a * cos + b * sin, b * cos - a * sin, rest), -1)

@@ -11,6 +11,7 @@
 
 #include "cpu/dispatch.h"
 #include "ops.h"
+#include "philox.h"
 #include "sampling.h"
 
 CARRYOVER_KERNEL(markov_blocks, MarkovParams)
@@ -31,7 +32,7 @@ struct Call {
   const void* w1;          // [V, r]
   const void* w2;          // [Vd, r]
   const int64_t* d2t;      // [Vd] or null
-  const float* uniforms;   // [B, K] or null
+  const float* uniforms;   // [B, K] or null (greedy)
   double temperature;      // 0: greedy
   int64_t* out_tokens;     // [B, K]
   float* out_token_probs;  // [B, K]
@@ -196,8 +197,10 @@ void sample_double(const Call& c) {
 std::tuple<Tensor, Tensor, Tensor> markov_sample(const Tensor& base_logits, const Tensor& prev_tokens,
                                                  const Tensor& markov_w1, const Tensor& markov_w2,
                                                  std::optional<Tensor> d2t, std::optional<Tensor> uniforms,
-                                                 double temperature, bool with_probs) {
-  MarkovArguments a{base_logits, prev_tokens, markov_w1, markov_w2, d2t, uniforms, temperature};
+                                                 double temperature, bool with_probs,
+                                                 std::optional<Tensor> seeds, std::optional<Tensor> offsets) {
+  MarkovArguments a{base_logits, prev_tokens, markov_w1, markov_w2,  d2t,
+                    uniforms,    seeds,       offsets,   temperature};
   a.check(kCheck);
   Call c = {};
   c.dtype = kernel_dtype(base_logits.scalar_type());
@@ -214,7 +217,16 @@ std::tuple<Tensor, Tensor, Tensor> markov_sample(const Tensor& base_logits, cons
                      " is out of range; it must be a token 0..", c.tokens - 1, ", a row of markov_w1");
   }
   const bool sampled = c.temperature > 0;
-  if (sampled) {
+  std::vector<float> drawn;
+  if (sampled && seeds) {
+    const int64_t *seed = seeds->const_data_ptr<int64_t>(),
+                  *offset = offsets ? offsets->const_data_ptr<int64_t>() : nullptr;
+    drawn.resize(c.batch * c.steps);
+    for (int64_t i = 0; i < c.batch; ++i)
+      for (int64_t k = 0; k < c.steps; ++k)
+        drawn[i * c.steps + k] = philox_uniform(seed[i], (offset ? uint64_t(offset[i]) : 0) + k);
+    c.uniforms = drawn.data();
+  } else if (sampled) {
     c.uniforms = uniforms->const_data_ptr<float>();
     for (int64_t i = 0; i < c.batch * c.steps; ++i)
       kCheck.require(c.uniforms[i] >= 0 && c.uniforms[i] <= 1, "uniforms[", i / c.steps, ", ", i % c.steps,

@@ -172,6 +172,15 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
          kv_destination(k_segment, v_segment));
 }
 
+void check_project_kv(const Tensor& positions, int64_t positions_end) {
+  const Checker check("project_kv");
+  check.require(positions.dim() == 1, "positions must have shape [T], got ", shape_text(positions));
+  const int64_t total = positions.size(0);
+  const int32_t* position = checked_positions(check, positions, total);
+  for (int64_t t = 0; t < total; ++t)
+    if (position[t] != -1) check_position(check, positions_end, t, position[t]);
+}
+
 void check_commit_and_carry(const Tensor& positions, const Tensor& row_start, const Tensor& num_accepted,
                             const Tensor& slot_mapping, int64_t pages, int64_t page_size, int64_t room,
                             int64_t positions_end, bool carry) {

@@ -3,7 +3,7 @@
 
 #include "cuda/bindings.h"
 #include "cuda/gather_rejected.h"
-#include "cuda/ops.h"
+#include "ops.h"
 #include "ragged_arguments.h"
 
 namespace carryover {

@@ -1,14 +1,15 @@
 // project_kv and commit_and_carry on the GPU: checks, outputs and workspace, launches. Nothing here reads a
 // value on the device: what the CPU op raises for a slot, a position or a ragged argument out of range, the
-// kernels cannot; they write such a row nowhere (project_kv: zeros).
+// kernels cannot; they write such a row nowhere (project_kv: zeros), and trap in builds with
+// CARRYOVER_DEBUG. check_commit_and_carry and check_project_kv report it.
 //
 // Workspace from PyTorch's allocator (and so part of a captured graph): project_workspace() of project_kv.h.
 #include <torch/csrc/stable/ops.h>
 
 #include "cuda/bindings.h"
-#include "cuda/ops.h"
 #include "cuda/project_kv.h"
 #include "linear.h"
+#include "ops.h"
 #include "projection.h"
 #include "ragged_arguments.h"
 

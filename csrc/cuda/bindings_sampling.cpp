@@ -5,7 +5,7 @@
 #include "cuda/accept.h"
 #include "cuda/bindings.h"
 #include "cuda/markov_sample.h"
-#include "cuda/ops.h"
+#include "ops.h"
 #include "sampling.h"
 
 namespace carryover {
@@ -70,9 +70,11 @@ std::tuple<Tensor, Tensor> accept(const Tensor& draft_tokens, const Tensor& targ
 std::tuple<Tensor, Tensor, Tensor> markov_sample(const Tensor& base_logits, const Tensor& prev_tokens,
                                                  const Tensor& markov_w1, const Tensor& markov_w2,
                                                  std::optional<Tensor> d2t, std::optional<Tensor> uniforms,
-                                                 double temperature, bool with_probs) {
+                                                 double temperature, bool with_probs,
+                                                 std::optional<Tensor> seeds, std::optional<Tensor> offsets) {
   const Checker check = Checker::cuda("markov_sample", base_logits);
-  MarkovArguments a{base_logits, prev_tokens, markov_w1, markov_w2, d2t, uniforms, temperature};
+  MarkovArguments a{base_logits, prev_tokens, markov_w1, markov_w2,  d2t,
+                    uniforms,    seeds,       offsets,   temperature};
   a.check(check);
   check_sizes(check, a.batch, a.steps, a.vocab);
   check.require(a.rank <= kMarkovRankMax, "markov_w1 has rank ", a.rank, "; on the GPU it must be at most ",
@@ -96,7 +98,11 @@ std::tuple<Tensor, Tensor, Tensor> markov_sample(const Tensor& base_logits, cons
   if (d2t) p.d2t = d2t->const_data_ptr<int64_t>();
   if (a.temperature > 0) {
     p.inverse = static_cast<float>(1 / a.temperature);
-    p.uniforms = uniforms->const_data_ptr<float>();
+    if (seeds)
+      p.seeds = seeds->const_data_ptr<int64_t>();
+    else
+      p.uniforms = uniforms->const_data_ptr<float>();
+    if (offsets) p.offsets = offsets->const_data_ptr<int64_t>();
   }
   p.out_tokens = tokens.mutable_data_ptr<int64_t>();
   p.token_probs = token_probs.mutable_data_ptr<float>();

@@ -8,8 +8,8 @@
 
 #include "attention.h"
 #include "cuda/bindings.h"
-#include "cuda/ops.h"
 #include "cuda/segment_attention.h"
+#include "ops.h"
 
 namespace carryover {
 namespace cuda {

@@ -8,6 +8,7 @@
 #include "cuda/markov_sample.h"
 #include "cuda/ptx.cuh"
 #include "cuda/reduce.cuh"
+#include "philox.h"
 
 namespace carryover {
 namespace cuda {
@@ -213,6 +214,13 @@ __device__ void segment_logits(const MarkovParams& p, MarkovDraw<T>& s, T* laten
   __syncwarp();
 }
 
+// u of this step. Seeds and offsets are read here, on the device: a replayed graph draws with new ones.
+__device__ __forceinline__ double uniform(const MarkovParams& p, int64_t request) {
+  if (!p.seeds) return p.uniforms[request * p.steps + p.step];
+  const uint64_t offset = p.offsets ? p.offsets[request] : 0;
+  return philox_uniform(p.seeds[request], offset + p.step);
+}
+
 // One block a request: the token of this step.
 template <class T>
 __global__ void __launch_bounds__(kMarkovThreads) markov_draw_kernel(const __grid_constant__ MarkovParams p) {
@@ -256,7 +264,7 @@ __global__ void __launch_bounds__(kMarkovThreads) markov_draw_kernel(const __gri
   for (int64_t i = begin; i < end; ++i) mine += weight(i);
   const Prefix run = block_scan(mine, s.scratch);
   const double total = block_reduce(mine, Plus{}, s.scratch);
-  const double target = double(p.uniforms[at]) * total;
+  const double target = uniform(p, request) * total;
   int32_t found = kNowhere,
           last = -1;  // this thread's first segment above the target, its last with a weight
   double before = run.before, found_before = 0, last_before = 0;

@@ -49,7 +49,9 @@ struct MarkovParams {
   const void* w1;           // [V, r]
   const void* w2;           // [Vd, r]
   const int64_t* d2t;       // [Vd] or null
-  const float* uniforms;    // [B, K] or null (greedy)
+  const float* uniforms;    // [B, K] or null: greedy, or seeds
+  const int64_t* seeds;     // [B] or null; u_k is number offsets + k of the seed's stream (philox.h)
+  const int64_t* offsets;   // [B] or null: 0
   float inverse;            // 1 / T; 0: greedy
   int64_t* out_tokens;      // [B, K]
   float* token_probs;       // [B, K]

@@ -23,6 +23,13 @@ __device__ __forceinline__ void bad_row() {
 #endif
 }
 
+// A position that RoPE has a row for. -1 is padding; any other value is a mistake, and its row is treated
+// like padding.
+__device__ __forceinline__ bool rotatable(int32_t position, int64_t end) {
+  if (position < -1 || position >= end) bad_row();
+  return position >= 0 && position < end;
+}
+
 // First rejected row and end of request i, both within the rows that exist; an inactive request has none.
 struct Rejected {
   int64_t first, end;
@@ -36,17 +43,17 @@ struct Rejected {
   }
 };
 
-// Rows of [first, end) that are not padding, counted up to `most`.
+// Rows of [first, end) that have a position, counted up to `most`.
 __device__ __forceinline__ int64_t count_rows(const CommitRoutes& p, int64_t first, int64_t end,
                                               int64_t most) {
   int64_t n = 0;
-  for (int64_t t = first; t < end && n < most; ++t) n += p.positions[t] != -1;
+  for (int64_t t = first; t < end && n < most; ++t) n += rotatable(p.positions[t], p.positions_end);
   return n;
 }
 
 __device__ __forceinline__ RowRoute commit_route(const CommitRoutes& p, int64_t t) {
   RowRoute r = {Target::kNowhere, p.positions[t], 0, 0};
-  if (r.position == -1 || p.requests == 0) return r;
+  if (p.requests == 0) return r;
   int64_t low = 0, high = p.requests;  // the request: the last one that starts at or before t
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -55,25 +62,22 @@ __device__ __forceinline__ RowRoute commit_route(const CommitRoutes& p, int64_t 
   if (p.num_accepted[low] < 0) return r;
   const Rejected rejected(p, low);
   if (t >= rejected.end) return r;
-  Target target;
   if (t < rejected.first) {
     const int64_t slot = p.slots[t];
-    if (slot == -1) return r;
+    if (slot == -1 || !rotatable(r.position, p.positions_end)) return r;
     if (slot < 0 || slot >= p.pages * p.page_size) return bad_row(), r;
     const int64_t page = slot / p.page_size, offset = slot % p.page_size;
-    target = Target::kCommitted;
+    r.target = Target::kCommitted;
     r.k_offset = page * p.k_page + offset * p.k_slot;
     r.v_offset = page * p.v_page + offset * p.v_slot;
   } else {
     if (!p.carry) return r;
     const int64_t j = count_rows(p, rejected.first, t, p.room);
-    if (j >= p.room) return r;
-    target = Target::kCarried;
+    if (j >= p.room || !rotatable(r.position, p.positions_end)) return r;
+    r.target = Target::kCarried;
     r.k_offset = low * p.k_request + j * p.k_row;
     r.v_offset = low * p.v_request + j * p.v_row;
   }
-  if (r.position < 0 || r.position >= p.positions_end) return bad_row(), r;
-  r.target = target;
   return r;
 }
 
@@ -97,8 +101,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   if (t >= p.rows) return;
   RowRoute r = {Target::kCommitted, p.positions[t], t * p.row_stride, t * p.row_stride};
   if (p.carried && p.carried[t]) r.target = Target::kCarried;
-  if (r.position < -1 || r.position >= p.positions_end) bad_row();
-  if (r.position < 0 || r.position >= p.positions_end) r.target = Target::kZero;
+  if (!rotatable(r.position, p.positions_end)) r.target = Target::kZero;
   p.routes[t] = r;
 }
 

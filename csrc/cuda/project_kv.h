@@ -75,8 +75,8 @@ inline GemmPlan plan_gemm(int64_t rows, int64_t cols, int64_t depth, int32_t hea
   return p;
 }
 
-// Where the rows of commit_and_carry go. A row whose slot or position is out of range goes nowhere (builds
-// with CARRYOVER_DEBUG trap); ragged arguments are clamped to the T rows that exist.
+// Where the rows of commit_and_carry go. A row whose slot or position is out of range goes nowhere and is not
+// counted (builds with CARRYOVER_DEBUG trap); ragged arguments are clamped to the T rows that exist.
 struct CommitRoutes {
   const int32_t* positions;     // [T]
   const int32_t* row_start;     // [B + 1]
@@ -95,8 +95,8 @@ struct CommitRoutes {
   int64_t counter_count;
 };
 
-// Where the rows of project_kv go: row t of [L, T, nkv, d]; a row at position -1 (or out of range) becomes
-// zero.
+// Where the rows of project_kv go: row t of [L, T, nkv, d]; a row at position -1 (or out of range, where
+// builds with CARRYOVER_DEBUG trap) becomes zero.
 struct ProjectRoutes {
   const int32_t* positions;  // [T]
   const uint8_t* carried;    // [T] or null: non-zero marks a row that gets the embedding

@@ -129,6 +129,8 @@ void carry_norm(const NormParams& p, int64_t begin, int64_t end) {
       return norm_rows<bf16, float>(p, begin, end);
     case DType::kFloat64:
       return norm_rows<double, double>(p, begin, end);
+    case DType::kFloat16:  // of GPUs only; refused by the checks
+      return;
   }
 }
 
@@ -140,6 +142,8 @@ void route_kv(const KvParams& p, int64_t begin, int64_t end) {
       return route_rows<bf16, float>(p, begin, end);
     case DType::kFloat64:
       return route_rows<double, double>(p, begin, end);
+    case DType::kFloat16:
+      return;
   }
 }
 
