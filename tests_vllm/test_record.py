@@ -8,7 +8,7 @@ from pathlib import Path
 
 import engine  # noqa: F401  sets up vLLM for one process
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # behind: conftest is the one of this folder
 from tiny_models import VOCAB, save_target
 
 from carryover_ext.cli import main
