@@ -176,6 +176,7 @@ def key_of(part: Part) -> str:
         "csrc/**/*",
         "tests/**/*.py",
         "tests/simt/*",
+        "tests/*.cu",
         "carryover_ext/**/*.py",
         "bench/*.py",
         "*.py",

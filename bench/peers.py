@@ -46,9 +46,8 @@ def checked(name: str, make: Callable[[], tuple[Call, Callable[[], None]]]) -> d
         call, compare = make()
         compare()
     except Exception as error:
-        print(
-            f"{name}: left out ({type(error).__name__}: {str(error).splitlines()[0][:160]})", file=sys.stderr
-        )
+        reason = (str(error).splitlines() or ["without a reason"])[0][:160]
+        print(f"{name}: left out ({type(error).__name__}: {reason})", file=sys.stderr)
         return {}
     return {name: call}
 

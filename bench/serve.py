@@ -109,9 +109,9 @@ def export_drafters(args: argparse.Namespace, arms: list[bench.Arm], sampled: bo
     for which in sorted({arm.drafter for arm in arms if arm.drafter}):
         source = bench.checkpoint_folder(settings, which)
         mended = which == "baseline" and sampled and not on_gpu()
-        mended = mended and not DrafterConfig.from_pretrained(source).carryover
         out = args.out / "drafters" / which
         try:
+            mended = mended and not DrafterConfig.from_pretrained(source).carryover
             export_checkpoint(source, out, "vllm", target=target_path(args.target), warm_start=mended)
         except (OSError, ValueError) as e:
             raise bench.UserError(f"drafter {source}: {e}") from e

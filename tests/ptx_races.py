@@ -64,16 +64,24 @@ class Instruction:
         if op.startswith("bar.warp.sync"):
             return "warp"
         if op.startswith(("bar.", "barrier.", "mbarrier.")):
+            if self.predicate:
+                raise ValueError(
+                    f"@{self.predicate} {self.text}: a barrier under a predicate is not understood"
+                )
             if op in ("bar.sync", "barrier.sync", "barrier.sync.aligned") and operands == "0":
                 return "barrier"
             raise ValueError(f"{self.text}: only barriers of the whole block are understood")
         if op.startswith("cp."):
             for kind in ("commit", "wait"):
                 if op.startswith(f"cp.async.{kind}_"):
+                    if self.predicate:
+                        raise ValueError(f"@{self.predicate} {self.text}: not understood under a predicate")
                     return kind
             if op.startswith(("cp.async.ca.shared", "cp.async.cg.shared")):
                 return "copy"
             raise ValueError(f"{self.text}: only cp.async in groups is understood")
+        if op.startswith(("ldmatrix", "stmatrix")) and ".shared" not in op:
+            raise ValueError(f"{self.text}: an access to an address of unknown kind")
         if ".shared" in op and not op.startswith("cvta"):
             return "load" if op.startswith(("ld.", "ldmatrix")) else "store"
         if re.match(r"(ld|st|atom|red)\.(?!param|global|shared|local|const)", op) and "global" not in op:

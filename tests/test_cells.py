@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import save_target
 
 from carryover_ext.cli import build_parser, main
-from carryover_ext.training.cells import pack, plan, run_cells, unpack
+from carryover_ext.training.cells import Part, pack, plan, run_cells, unpack
 
 SMALL = (
     "--start-steps 2 --arm-steps 2 --sequences 2 --anchors 4 --layers 1 --taps 1 --block 4 --markov-rank 4"
@@ -105,6 +105,25 @@ def test_the_time_limit_ends_between_parts(world, tmp_path, capsys):
     assert "0 of 10 parts are done; run the same line again" in capsys.readouterr().out
 
 
+def test_two_cells_in_one_place_are_refused(world, tmp_path):
+    folder = world[0]
+    (tmp_path / "target").symlink_to(folder / "target")
+    for words in (
+        [f"--target={folder}/target={folder}/rec0", f"--target={tmp_path}/target={folder}/rec0"],
+        [f"--target={folder}/target={folder}/rec0,{folder}/rec0"],
+    ):
+        with pytest.raises(ValueError, match="--target: two of them would write"):
+            main(["--traceback", "cells", *words])
+
+
+def test_a_part_whose_output_is_gone_is_done_again(tmp_path):
+    part = Part(["evaluate"], tmp_path / "x.json")
+    part.set_done()
+    assert not part.is_done()
+    part.out.write_text("{}")
+    assert part.is_done() and not Part(["evaluate", "--all"], part.out).is_done()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -126,7 +145,7 @@ def test_pieces_of_a_checkpoint(tmp_path):
     (checkpoint / "config.json").write_text("{}")
     pack(checkpoint, out, limit=300)
     assert max(p.stat().st_size for p in out.iterdir()) <= 300 and len(list(out.glob("*.part-*"))) == 4
-    last = out / "model.safetensors.part-03"
+    last = out / "model.safetensors.part-00003"
     kept = last.read_bytes()
     last.write_bytes(kept[:-1])
     with pytest.raises(ValueError, match="a piece of 4 is missing or damaged"):
@@ -136,6 +155,14 @@ def test_pieces_of_a_checkpoint(tmp_path):
     assert main(["cells", f"--unpack={tmp_path}"]) == 0
     assert (out / "model.safetensors").read_bytes() == content
     assert sorted(p.name for p in out.iterdir()) == ["config.json", "model.safetensors"]
+    with pytest.raises(ValueError, match="nothing to join there"):
+        main(["--traceback", "cells", f"--unpack={tmp_path}"])
+    for size, limit in ((1500, 10), (900, 300), (100, 300)):  # over 100 pieces; over an older, larger one
+        (checkpoint / "model.safetensors").write_bytes(content := os.urandom(size))
+        pack(checkpoint, out, limit=limit)
+        unpack(out)
+        assert (out / "model.safetensors").read_bytes() == content
+        pack(checkpoint, out, limit=limit)
 
 
 def test_the_mask_is_a_token_that_no_text_has(world):
@@ -143,12 +170,15 @@ def test_the_mask_is_a_token_that_no_text_has(world):
     from carryover_ext.training.commands import default_mask_token
 
     tokenizer = load_tokenizer(world[0] / "target")
-    assert tokenizer.convert_ids_to_tokens(default_mask_token(tokenizer)) == "<spare>"
+    assert tokenizer.convert_ids_to_tokens(default_mask_token(tokenizer, 272)) == "<spare>"
+    for size, stop in ((272, [258]), (258, [])):
+        with pytest.raises(ValueError, match="no spare special token"):
+            default_mask_token(tokenizer, size, stop)
     tokenizer.eos_token = "<spare>"
     tokenizer.bos_token = "</s>"
     tokenizer.pad_token = "<s>"
     with pytest.raises(ValueError, match="--mask-token: the target's tokenizer has no spare special token"):
-        default_mask_token(tokenizer)
+        default_mask_token(tokenizer, 272)
     words = ["train", f"--target={world[0]}/target", f"--recordings={world[0]}/rec0", "--out=/no/such"]
     with pytest.raises(ValueError, match="--mask-token 272: must be a token id of the target, 0 to 271"):
         main(["--traceback", *words, "--taps=1", "--mask-token=272"])
@@ -179,3 +209,36 @@ def test_both_temperatures_train_together(world, tmp_path):
         assert len(load_batch(store, picks, 2, picker.generator).lengths) == 2
         seen += temperatures
     assert set(seen) == {0, 1}
+
+
+def test_resuming_after_the_first_folder_grew_begins_a_new_epoch(world, tmp_path):
+    """The saved order holds numbers that mean other recordings then."""
+    from carryover_ext.training.features import JoinedStore
+    from carryover_ext.training.trainer import Trainer, TrainSettings
+
+    class Some:
+        def __init__(self, count: int, temperature: float) -> None:
+            self.count, self.drawn = count, temperature
+
+        sizes = property(lambda self: [self.count])
+
+        def __len__(self) -> int:
+            return self.count
+
+        def temperature(self, index: int) -> float:
+            return self.drawn
+
+    def trainer(first: int) -> Trainer:
+        made = Trainer.__new__(Trainer)
+        made.store, made.settings = JoinedStore([Some(first, 0.0), Some(4, 1.0)]), TrainSettings(sequences=2)
+        made.generator, made.step, made.order = torch.Generator().manual_seed(0), 3, [0, 1, 6, 7]
+        made.master = {"w": torch.zeros(2, requires_grad=True)}
+        made.optimizer = torch.optim.AdamW(made.master.values())
+        return made
+
+    trainer(4).save_state(tmp_path / "state.pt")
+    for first, order in ((4, [0, 1, 6, 7]), (6, [])):
+        resumed = trainer(first)
+        resumed.order = [9]
+        resumed.load_state(tmp_path / "state.pt")
+        assert (resumed.step, resumed.order) == (3, order)

@@ -85,7 +85,11 @@ def test_only_missing_shards_are_made_and_others_are_refused(model, recorded, ke
         build_prefixes(recorded[0], folder, TargetPass(model, TAPS))
     store = PrefixStore(kept)
     with pytest.raises(ValueError, match=r"shard-00000.pt was made from other recordings; delete"):
-        store("shard-00000", 0, 3)
+        store("shard-00000", 0, [5, 5, 5])
+    ids = FeatureStore(*recorded).recording(0).ids
+    assert store("shard-00000", 0, ids).shape[0] == len(ids)
+    with pytest.raises(ValueError, match=r"made from other recordings"):  # of the same length
+        store("shard-00000", 0, [ids[0] ^ 1, *ids[1:]])
 
 
 def test_training_from_the_command_line(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cuda_build import compile_ptx, short_name, unavailable
-from ptx_races import Kernel, Race, parse
+from ptx_races import Instruction, Kernel, Race, parse
 
 # ---- what the tool does not know of the kernels -----------------------------------------------------
 
@@ -51,7 +51,7 @@ OWN = "each thread has elements of its own"
 RING = "another stage of the ring: a barrier lies between the use of a stage and that of the next but one"
 MEMORY = {
     "gather_rejected": Memory(),
-    "accept": Memory(redundant=("__syncthreads();",)),  # the second barrier of a kernel's last block_reduce
+    "accept": Memory(redundant=("// scratch is free again",)),  # of a kernel's last block_reduce
     "markov_sample": Memory(
         arrays=(
             ("segment_logits<T>(p, s, latent", "choice"),
@@ -196,3 +196,17 @@ def test_what_is_not_understood_is_said(number: int, message: str) -> None:
     (kernel,) = parse(compile_ptx(str(PLANTED), defines=(f"NOT_UNDERSTOOD={number}",)))
     with pytest.raises(ValueError, match=message):
         kernel.races()
+
+
+@pytest.mark.parametrize("text", ["bar.sync 0", "cp.async.wait_group 0", "cp.async.commit_group"])
+def test_a_predicate_on_what_orders_accesses_is_refused(text: str) -> None:
+    nothing: frozenset[str] = frozenset()
+    assert Instruction(text, None, "line", nothing, nothing).kind in ("barrier", "wait", "commit")
+    with pytest.raises(ValueError, match=r"@%p1 .* under a predicate"):
+        _ = Instruction(text, "%p1", "line", nothing, nothing).kind
+
+
+def test_a_matrix_load_from_an_unknown_address_is_refused() -> None:
+    nothing: frozenset[str] = frozenset()
+    with pytest.raises(ValueError, match="address of unknown kind"):
+        _ = Instruction("ldmatrix.sync.aligned.m8n8.x4.b16 {%r1}, [%rd1]", None, "x", nothing, nothing).kind

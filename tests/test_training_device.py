@@ -93,6 +93,8 @@ def test_device_names():
     assert training_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ValueError, match=r"--device mps: this machine has"):
         training_device("mps")
+    with pytest.raises(ValueError, match=r"--device gpu: this machine has"):
+        training_device("gpu")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"--device cuda: this machine has only cpu"):
             training_device("cuda")

@@ -44,3 +44,9 @@ def lost_context(world: World, llm: Any, drafter: Path, log: list[str]) -> None:
             engine.generate(llm, [[*head, last]], 8)
     assert referee.report.starts[start] and not referee.report.faults, referee.report
     assert not log
+    # So are blocks that are filled in the step in which another request starts behind them.
+    head = random_prompt(102, 302)
+    with engine.watched(llm, world.referee(drafter)) as referee:
+        engine.generate(llm, [[*head, last] for last in (5, 7)], 8)
+    assert any(referee.report.starts[n] for n in (64, 96)) and not referee.report.faults, referee.report
+    assert not log

@@ -77,8 +77,10 @@ class Part:
         return self.out.with_name(self.out.name + ".done")
 
     def is_done(self) -> bool:
-        """Whether the same words have been carried out."""
-        return self._mark.exists() and self._mark.read_text(encoding="utf-8") == shlex.join(self.words)
+        """Whether the same words have been carried out, and what they wrote is there."""
+        if not (self._mark.exists() and self.out.exists()):
+            return False
+        return self._mark.read_text(encoding="utf-8") == shlex.join(self.words)
 
     def set_done(self) -> None:
         write_atomic(self._mark, shlex.join(self.words))
@@ -106,6 +108,13 @@ def plan(args: argparse.Namespace) -> list[Part]:
             if not folder.is_dir():
                 raise ValueError(f"--target {text}: {folder} is not a folder; `carryover record` makes it")
         parts += _target_parts(args, target, folders)
+    places = [part.out for part in parts]
+    twice = sorted({str(place) for place in places if places.count(place) > 1})
+    if twice:
+        raise ValueError(
+            f"--target: two of them would write {twice[0]}; targets must differ in their last name, and the "
+            "recordings of a target in their temperature"
+        )
     return parts
 
 
@@ -162,7 +171,10 @@ def run_cells(args: argparse.Namespace, command: Callable[[Sequence[str]], int] 
 
     run = command or main
     if args.unpack:
-        for folder in sorted({digest.parent for digest in args.unpack.rglob("*.sha256")}):
+        folders = sorted({digest.parent for digest in args.unpack.rglob("*.sha256")})
+        if not folders:
+            raise ValueError(f"--unpack {args.unpack}: nothing to join there; name what --pack wrote")
+        for folder in folders:
             unpack(folder)
             print(f"joined: {folder}")
         return 0
@@ -182,7 +194,9 @@ def run_cells(args: argparse.Namespace, command: Callable[[Sequence[str]], int] 
             return status
         part.set_done()
     files = [str(part.out) for part in parts if part.words[0] == "evaluate"]
-    run(["results", *files, "--out", str(args.out / "results.md")])
+    status = run(["--traceback", "results", *files, "--out", str(args.out / "results.md")])
+    if status:
+        return status
     if args.pack:
         for checkpoint in sorted(args.out.glob("*/*/checkpoint")):
             pack(checkpoint, args.pack / checkpoint.parent.relative_to(args.out))
@@ -192,16 +206,18 @@ def run_cells(args: argparse.Namespace, command: Callable[[Sequence[str]], int] 
 
 
 def pack(checkpoint: Path, out: Path, limit: int = 16 << 20) -> None:
-    """Copies a checkpoint folder; a file above ``limit`` bytes goes in pieces ``NAME.part-00`` and on, with
-    ``NAME.sha256`` of the whole. :func:`unpack` joins them."""
+    """Copies a checkpoint folder; a file above ``limit`` bytes goes in pieces ``NAME.part-00000`` and on,
+    with ``NAME.sha256`` of the whole. :func:`unpack` joins them."""
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(checkpoint.iterdir()):
+        for old in (out / file.name, out / f"{file.name}.sha256", *out.glob(f"{file.name}.part-*")):
+            old.unlink(missing_ok=True)
         content = file.read_bytes()
         if len(content) <= limit:
             (out / file.name).write_bytes(content)
             continue
         for number, start in enumerate(range(0, len(content), limit)):
-            (out / f"{file.name}.part-{number:02d}").write_bytes(content[start : start + limit])
+            (out / f"{file.name}.part-{number:05d}").write_bytes(content[start : start + limit])
         write_atomic(out / f"{file.name}.sha256", hashlib.sha256(content).hexdigest() + "\n")
 
 
@@ -222,5 +238,5 @@ def unpack(folder: Path) -> None:
         temporary = folder / f"{name}.tmp"
         temporary.write_bytes(content)
         temporary.rename(folder / name)
-        for file in (*pieces, digest):
+        for file in (digest, *pieces):
             file.unlink()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,10 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def training_device(name: str | None) -> torch.device:
     """The device of that name; by default a GPU where there is one."""
     there = torch.cuda.is_available()
-    device = torch.device(name or ("cuda" if there else "cpu"))
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not there):
+    chosen = name or ("cuda" if there else "cpu")
+    if chosen.split(":")[0] not in (("cpu", "cuda") if there else ("cpu",)):
         raise ValueError(f"--device {name}: this machine has {'cpu and cuda' if there else 'only cpu'}")
-    return device
+    return torch.device(chosen)
 
 
 def add_temperature(parser: argparse.ArgumentParser) -> None:
@@ -170,8 +170,9 @@ def make_prefixes(recordings: Path, features: Path, target: Any) -> Path:
     return _build("prefixes", build_prefixes, recordings, folder, target)
 
 
-def default_mask_token(tokenizer: Any) -> int:
-    """The special token with the highest id that no answer holds: not bos, eos, pad or unk.
+def default_mask_token(tokenizer: Any, vocab_size: int, stop_ids: Sequence[int] = ()) -> int:
+    """The special token with the highest id that no answer holds: not bos, eos, pad or unk, nor one that ends
+    answers (``stop_ids``), and within the model's ``vocab_size``.
 
     Raises:
         ValueError: there is none.
@@ -179,20 +180,31 @@ def default_mask_token(tokenizer: Any) -> int:
     used = {
         getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")
     }
-    special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special and i not in used]
+    used |= set(stop_ids)
+    special = [
+        i
+        for i, token in tokenizer.added_tokens_decoder.items()
+        if token.special and i not in used and i < vocab_size
+    ]
     if not special:
         raise ValueError("--mask-token: the target's tokenizer has no spare special token; name an unused id")
     return max(special)
 
 
-def _mask_token(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> int:
-    chosen = default_mask_token(tokenizer) if args.mask_token is None else args.mask_token
+def _mask_token(args: argparse.Namespace, model: Any, tokenizer: Any) -> int:
+    from carryover_ext.pretrained import stop_token_ids
+
+    vocab_size = model.config.vocab_size
+    if args.mask_token is None:
+        return default_mask_token(tokenizer, vocab_size, stop_token_ids(model))
+    chosen = args.mask_token
     if not 0 <= chosen < vocab_size:
         raise ValueError(f"--mask-token {chosen}: must be a token id of the target, 0 to {vocab_size - 1}")
     return int(chosen)
 
 
-def _new_config(args: argparse.Namespace, model_config: Any, tokenizer: Any) -> DrafterConfig:
+def _new_config(args: argparse.Namespace, model: Any, tokenizer: Any) -> DrafterConfig:
+    model_config = model.config
     heads = model_config.num_attention_heads
     taps = default_target_layer_ids(args.taps, model_config.num_hidden_layers)
     if len(set(taps)) < len(taps):
@@ -211,7 +223,7 @@ def _new_config(args: argparse.Namespace, model_config: Any, tokenizer: Any) -> 
         vocab_size=model_config.vocab_size,
         num_target_layers=model_config.num_hidden_layers,
         target_layer_ids=taps,
-        mask_token_id=_mask_token(args, tokenizer, model_config.vocab_size),
+        mask_token_id=_mask_token(args, model, tokenizer),
         block_size=args.block,
         rope_theta=float(rope.get("rope_theta", 10000.0)),
         rms_norm_eps=model_config.rms_norm_eps,
@@ -226,7 +238,7 @@ def _start(
 ) -> tuple[DrafterConfig, dict[str, Tensor], Tensor | None]:
     """Config, weights (empty: to be made from the target) and draft vocabulary to start from."""
     if args.init is None:
-        config, vocab = _new_config(args, model.config, tokenizer), None
+        config, vocab = _new_config(args, model, tokenizer), None
         weights: dict[str, Tensor] = {}
     else:
         config = DrafterConfig.from_pretrained(args.init)

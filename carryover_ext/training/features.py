@@ -88,10 +88,10 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
             top_ids[start + first : start + length] = best_ids.int().cpu()
     found = {"offsets": offsets, "taps": taps, "top_ids": top_ids, "top_probs": top_probs}
     found["next_probs"] = next_probs
-    return found | {"ids": _all_ids(rows)}
+    return found | {"ids": all_ids(rows)}
 
 
-def _all_ids(rows: list[Recording]) -> Tensor:
+def all_ids(rows: list[Recording]) -> Tensor:
     return torch.tensor([i for r in rows for i in r.ids], dtype=torch.int32)
 
 
@@ -99,11 +99,12 @@ def _check_recordings(data: dict[str, Tensor], rows: list[Recording], file: Path
     """ValueError when ``data`` was made from other recordings: its rows would be those of other tokens."""
     same = data["offsets"].diff().tolist() == [len(r.ids) for r in rows]
     if same and "ids" in data:  # files of the first versions hold the lengths alone
-        same = torch.equal(data["ids"], _all_ids(rows))
+        same = torch.equal(data["ids"], all_ids(rows))
     if not same:
         raise ValueError(
             f"features: {file} was made from other recordings than {shard}; "
-            f"delete the folder {file.parent} to have it made again, or name another with --features"
+            f"delete the folder {file.parent} (and {file.parent.name}-prefixes, if there) to have it made "
+            "again, or name another with --features"
         )
 
 
@@ -161,7 +162,7 @@ class FeatureStore:
         *,
         keep: Callable[[int], bool] | None = None,
         temperature: float = 0.0,
-        prefixes: Callable[[str, int, int], Tensor] | None = None,
+        prefixes: Callable[[str, int, list[int]], Tensor] | None = None,
     ) -> None:
         self._temperature, self._prefixes = temperature, prefixes
         self._stems: list[str] = []
@@ -192,6 +193,11 @@ class FeatureStore:
     def recording(self, index: int) -> Recording:
         return self._rows[index][2]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Recordings of each store that this one joins."""
+        return [len(self)]
+
     def temperature(self, index: int) -> float:
         """What the answer ``index`` was drawn with."""
         return self._temperature
@@ -200,7 +206,7 @@ class FeatureStore:
         """The target's K/V of a recording (:mod:`carryover_ext.training.prefixes`); None where they are not
         kept."""
         shard, i, row = self._rows[index]
-        return self._prefixes(self._stems[shard], i, len(row.ids)) if self._prefixes else None
+        return self._prefixes(self._stems[shard], i, row.ids) if self._prefixes else None
 
     def __getitem__(self, index: int) -> Sequence:
         shard, i, row = self._rows[index]
@@ -221,6 +227,7 @@ class JoinedStore(FeatureStore):
     """Several stores as one, for example answers at temperature 0 and at temperature 1."""
 
     def __init__(self, stores: SequenceOf[FeatureStore]) -> None:
+        self._stores = stores
         self._places = [(store, i) for store in stores for i in range(len(store))]
 
     def __len__(self) -> int:
@@ -229,6 +236,10 @@ class JoinedStore(FeatureStore):
     def recording(self, index: int) -> Recording:
         store, i = self._places[index]
         return store.recording(i)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(store) for store in self._stores]
 
     def temperature(self, index: int) -> float:
         store, i = self._places[index]

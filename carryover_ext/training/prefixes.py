@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from carryover_ext.training.features import fingerprint, length_batches
+from carryover_ext.training.features import all_ids, fingerprint, length_batches
 from carryover_ext.training.recordings import (
     Recording,
     load_saved,
@@ -29,7 +29,8 @@ from carryover_ext.training.target_pass import Prefix, TargetPass
 
 @torch.inference_mode()
 def _extract(target: TargetPass, rows: list[Recording], batch_tokens: int) -> dict[str, Tensor]:
-    """``offsets [R+1]`` and ``kv [tokens, layers, 2, nkv, d]``: one piece of memory a recording."""
+    """``offsets [R+1]``, ``kv [tokens, layers, 2, nkv, d]`` (one piece of memory a recording) and
+    ``ids [tokens]``."""
     lengths = [len(r.ids) for r in rows]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     kv: Tensor | None = None
@@ -41,7 +42,7 @@ def _extract(target: TargetPass, rows: list[Recording], batch_tokens: int) -> di
         for j, i in enumerate(picked):
             kv[int(offsets[i]) : int(offsets[i + 1])] = both[j, : lengths[i]]
     assert kv is not None
-    return {"offsets": offsets, "kv": kv}
+    return {"offsets": offsets, "kv": kv, "ids": all_ids(rows)}
 
 
 def build_prefixes(
@@ -80,8 +81,8 @@ class PrefixStore:
         self._folder = folder
         self._maps: dict[str, dict[str, Tensor]] = {}
 
-    def __call__(self, shard: str, number: int, length: int) -> Tensor:
-        """``[length, layers, 2, nkv, d]`` of recording ``number`` of the shard with that stem.
+    def __call__(self, shard: str, number: int, ids: list[int]) -> Tensor:
+        """``[T, layers, 2, nkv, d]`` of recording ``number``, with these T ``ids``, of a shard (its stem).
 
         Raises:
             ValueError: the file was made from other recordings.
@@ -90,7 +91,7 @@ class PrefixStore:
             self._maps[shard] = load_saved(self._folder / f"{shard}.pt", mmap=True)
         data = self._maps[shard]
         start, end = data["offsets"][number : number + 2].tolist()
-        if end - start != length:
+        if data["ids"][start:end].tolist() != ids:
             raise ValueError(
                 f"prefixes: {self._folder / shard}.pt was made from other recordings; "
                 f"delete {self._folder} to have it made again"

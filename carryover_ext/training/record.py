@@ -44,6 +44,8 @@ def run_record(args: argparse.Namespace) -> int:
         raise ValueError(f"--prompts: nothing of at most {args.max_prompt_tokens} tokens in {args.prompts}")
     common = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
     if args.backend == "vllm":
+        if args.device:
+            raise ValueError(f"--device {args.device}: vLLM chooses its own device; leave it out")
         backend = vllm_backend(
             target_path(args.target), max_prompt_tokens=args.max_prompt_tokens, batch=args.batch, **common
         )

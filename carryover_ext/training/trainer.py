@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -149,11 +150,12 @@ class Trainer:
             raise ValueError(
                 "objective 'carryover' needs the target and a checkpoint with carryover_embedding"
             )
-        if len(store) < settings.sequences:
-            raise ValueError(
-                f"sequences={settings.sequences}: there are only {len(store)} recordings to train on; "
-                "take fewer sequences a step, or record more prompts"
-            )
+        for drawn_at, count in Counter(store.temperature(i) for i in range(len(store))).items():
+            if count < settings.sequences:
+                raise ValueError(
+                    f"sequences={settings.sequences}: there are only {count} recordings to train on at "
+                    f"temperature {drawn_at:g}; take fewer sequences a step, or record more prompts"
+                )
         self.config, self.head, self.store, self.settings, self.target = config, head, store, settings, target
         self.master = {
             k: v.to(head.device, torch.float32, copy=True).requires_grad_() for k, v in parameters.items()
@@ -358,6 +360,7 @@ class Trainer:
                 "generator": self.generator.get_state(),
                 "step": self.step,
                 "order": self.order,
+                "sizes": self.store.sizes,
             },
         )
 
@@ -367,7 +370,7 @@ class Trainer:
         Raises:
             ValueError: the state was written by a run with other settings.
         """
-        state = load_saved(path)
+        state = load_saved(path, map_location="cpu")
         mine = asdict(self.settings)
         begun = asdict(TrainSettings()) | state["settings"]  # a setting of a later version had its default
         changed = {k: (begun[k], v) for k, v in mine.items() if begun[k] != v}
@@ -382,6 +385,8 @@ class Trainer:
         self.generator.set_state(state["generator"])
         self.step = state["step"]
         self.order = [i for i in state["order"] if i < len(self.store)]
+        if len(self.store.sizes) > 1 and state.get("sizes") != self.store.sizes:
+            self.order = []  # recordings were added: the numbers of later stores have moved
 
     def export_weights(self) -> dict[str, Tensor]:
         """Weights by checkpoint name with the feature scale folded into ``fc.weight``."""

@@ -58,7 +58,7 @@ __device__ T block_reduce(T x, Op op, T* scratch) {
   __syncthreads();
   x = scratch[0];
   for (int w = 1; w < warps; ++w) x = op(x, scratch[w]);
-  __syncthreads();
+  __syncthreads();  // scratch is free again
   return x;
 }
 

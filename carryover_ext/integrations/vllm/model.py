@@ -111,7 +111,8 @@ class _CarryoverModel(DFlashQwen3ForCausalLM):
                 "carry_embed_at='pre_norm'"
             )
         image = nn.functional.linear(self.model.carryover_embedding, fused)
-        project = self.model._project_context_kv
+        # of the class: weights may be loaded again
+        project = type(self.model)._project_context_kv.__get__(self.model)
 
         def projected(context_states: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
             k, v = project(context_states, *shape)  # [L, T, nkv, d]

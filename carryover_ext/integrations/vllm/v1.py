@@ -126,6 +126,7 @@ class CarryoverProposer(DFlashProposer):
         metadata.seq_lens = (metadata.seq_lens + carried).clamp_max(limit)
         metadata.max_seq_len = min(metadata.max_seq_len, limit)
         if self.watch is not None:
-            self._check_restored(self.watch, table)
+            # what this step writes first: a request may start behind blocks that another one fills in it
             self.watch.note(slots, target_token_ids, is_carried, query)
+            self._check_restored(self.watch, table)
         return num_query, sample_indices, metadata

@@ -126,10 +126,11 @@ class CarryoverMixin:
         buffers.seq_lens[:batch] = (lens + query_rows + carried).clamp_max(limit).to(buffers.seq_lens.dtype)
         first_group = self._context_slot_mappings.data_ptr()  # type: ignore[attr-defined]
         if self.watch is not None and a["context_slot_mapping"].data_ptr() == first_group:
+            # what this step writes first: a request may start behind blocks that another one fills in it
+            self.watch.note(context_slots, batch_in.input_ids[:num_rows], rows.carried, query)
             for i, request in enumerate(batch_in.req_ids[:batch]):
                 self.watch.check(request, table[i], self.restored.get(request, ()), block_size)
             self.restored.clear()
-            self.watch.note(context_slots, batch_in.input_ids[:num_rows], rows.carried, query)
 
 
 class CarryoverSpeculator(CarryoverMixin, DFlashSpeculator):
