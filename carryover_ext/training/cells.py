@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carryover_ext.cli import positive
-from carryover_ext.training.commands import add_device
-from carryover_ext.training.recordings import recorded_settings, write_atomic
+from carryover_ext.training.commands import add_device, recorded_temperature
+from carryover_ext.training.recordings import write_atomic
 
 CARRY, CONTROL = "carryover", "shifted"
 KINDS = ("dflash", "markov")
@@ -96,7 +96,7 @@ def parse_target(text: str) -> tuple[str, list[Path]]:
 
 def label(folder: Path) -> str:
     """``t0`` or ``t1``, from the manifest of a recording."""
-    return f"t{recorded_settings(folder).get('temperature', 0):g}"
+    return f"t{recorded_temperature(folder, None):g}"
 
 
 def plan(args: argparse.Namespace) -> list[Part]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,24 +130,48 @@ def build_features(
     Raises:
         ValueError: ``out`` was made with another target, other taps or another k, or is damaged.
     """
+    meta = {"tap_ids": target.tap_ids, "top_k": top_k, "target": fingerprint(target)}
+    build_cache(
+        "features",
+        recordings,
+        out,
+        meta,
+        lambda rows: _extract(target, rows, top_k, batch_tokens),
+        progress,
+        assumed={"target": meta["target"]},  # folders of the first versions do not name theirs
+    )
+
+
+def build_cache(
+    name: str,
+    recordings: Path,
+    out: Path,
+    meta: dict[str, Any],
+    extract: Callable[[list[Recording]], dict[str, Tensor]],
+    progress: Callable[[int, int], None] | None,
+    assumed: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Writes what ``extract`` makes of each shard that has no file in ``out`` yet. ``NAME.json`` there holds
+    ``meta``, what decides the content; entries that are missing there are taken from ``assumed``.
+
+    Raises:
+        ValueError: ``out`` was made with another ``meta``, or is damaged.
+    """
     files = shards(recordings)
     out.mkdir(parents=True, exist_ok=True)
-    meta = {"tap_ids": target.tap_ids, "top_k": top_k, "target": fingerprint(target)}
-    path = out / "features.json"
+    path = out / f"{name}.json"
     if path.exists():
         old = read_object(path, "delete the folder to have it made again")
-        known = {"target": meta["target"]} | old  # folders of the first versions do not name their target
-        if known != meta:
+        if {**assumed, **old} != meta:
             raise ValueError(
-                f"out: {out} holds features made with {json.dumps(old)}, not {meta}; use a new folder"
+                f"out: {out} holds {name} made with {json.dumps(old)}, not {meta}; use a new folder"
             )
     else:
         write_atomic(path, json.dumps(meta) + "\n")
     for done, shard in enumerate(files, 1):
         file = out / (shard.stem + ".pt")
         if not file.exists():
-            tensors = _extract(target, load_shard(shard), top_k, batch_tokens)
-            save_atomic(file, tensors)
+            save_atomic(file, extract(load_shard(shard)))
         if progress:
             progress(done, len(files))
 

@@ -7,23 +7,14 @@ prefixes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from carryover_ext.training.features import all_ids, fingerprint, length_batches
-from carryover_ext.training.recordings import (
-    Recording,
-    load_saved,
-    load_shard,
-    read_object,
-    save_atomic,
-    shards,
-    write_atomic,
-)
+from carryover_ext.training.features import all_ids, build_cache, fingerprint, length_batches
+from carryover_ext.training.recordings import Recording, load_saved
 from carryover_ext.training.target_pass import Prefix, TargetPass
 
 
@@ -58,20 +49,10 @@ def build_prefixes(
     Raises:
         ValueError: ``out`` was made with another target or another last tap, or is damaged.
     """
-    files = shards(recordings)
-    out.mkdir(parents=True, exist_ok=True)
     meta = {"layers": max(target.tap_ids) + 1, "target": fingerprint(target)}
-    path = out / "prefixes.json"
-    if not path.exists():
-        write_atomic(path, json.dumps(meta) + "\n")
-    elif (old := read_object(path, "delete the folder to have it made again")) != meta:
-        raise ValueError(f"out: {out} holds prefixes made with {old}, not {meta}; use a new folder")
-    for done, shard in enumerate(files, 1):
-        file = out / (shard.stem + ".pt")
-        if not file.exists():
-            save_atomic(file, _extract(target, load_shard(shard), batch_tokens))
-        if progress:
-            progress(done, len(files))
+    build_cache(
+        "prefixes", recordings, out, meta, lambda rows: _extract(target, rows, batch_tokens), progress
+    )
 
 
 class PrefixStore:
