@@ -117,6 +117,31 @@ class SlotCache(Cache):
         counts = num_committed.tolist() if host is None else host
         self.host_lens = [a + int(b) for a, b in zip(self.host_lens, counts, strict=True)]
 
+    def place(self, first: int, other: SlotCache) -> None:
+        """Copy all requests of ``other`` into the rows from ``first`` on."""
+        used = max(other.host_lens, default=0)
+        if first + other.batch > self.batch or used > self.capacity:
+            raise ValueError(
+                f"first={first}: {other.batch} requests of up to {used} rows do not fit into "
+                f"{self.batch} of capacity={self.capacity}"
+            )
+        rows = slice(first, first + other.batch)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if not mine.is_initialized:
+                mine.lazy_initialization(theirs.keys, theirs.values)
+            mine.keys[rows, :, :used] = theirs.keys[:, :, :used]
+            mine.values[rows, :, :used] = theirs.values[:, :, :used]
+        self.lens[rows] = other.lens
+        self.host_lens[rows] = other.host_lens
+
+    def select(self, keep: Tensor) -> None:
+        """Keep the requests ``keep`` (int64 ``[n]``, on the device) and forget the others."""
+        for layer in self.layers:
+            layer.keys, layer.values, layer.batch = layer.keys[keep], layer.values[keep], len(keep)
+        self.lens = self.lens[keep]
+        self.host_lens = [self.host_lens[i] for i in keep.tolist()]
+        self.batch = len(keep)
+
     def reset_rows(self, rows: list[int] | None = None) -> None:
         """Forget the committed rows of the given requests (None: of all)."""
         for i in range(self.batch) if rows is None else rows:

@@ -1,4 +1,4 @@
-"""Who generates the recorded answers: this package's own engine, or vLLM where it is installed."""
+"""Recorded answers by vLLM, where it is installed. The other way: :mod:`carryover_ext.training.answers`."""
 
 from __future__ import annotations
 
@@ -6,40 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from carryover_ext.training.recordings import Backend
-
-
-def engine_backend(
-    target: Any,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    stop_token_ids: Sequence[int],
-    batch: int,
-    seed: int,
-) -> Backend:
-    """Plain decoding with :func:`carryover_ext.engine.generate` in batches of prompts of similar length."""
-    from carryover_ext.engine import generate
-
-    def run(prompts: Sequence[list[int]], first: int) -> list[tuple[list[int], str]]:
-        answers: list[tuple[list[int], str]] = [([], "length")] * len(prompts)
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for start in range(0, len(order), batch):
-            part = order[start : start + batch]
-            out = generate(
-                target,
-                None,
-                [prompts[i] for i in part],
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                stop_token_ids=list(stop_token_ids),
-                seed=seed + first + start,
-            )
-            for i, tokens in zip(part, out.tokens, strict=True):
-                stopped = bool(tokens) and tokens[-1] in stop_token_ids
-                answers[i] = (list(tokens), "stop" if stopped else "length")
-        return answers
-
-    return run
 
 
 def vllm_backend(

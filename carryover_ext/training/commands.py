@@ -154,11 +154,16 @@ def _build(name: str, build: Callable[..., None], recordings: Path, folder: Path
     return folder
 
 
+def features_folder(recordings: Path) -> Path:
+    """Where the features of a recording lie."""
+    return recordings.with_name(recordings.name + "-features")
+
+
 def make_features(recordings: Path, features: Path | None, target: Any) -> Path:
     """The folder of a recording's features, which are made where they are missing."""
     from carryover_ext.training.features import build_features
 
-    folder = features or recordings.with_name(recordings.name + "-features")
+    folder = features or features_folder(recordings)
     return _build("features", build_features, recordings, folder, target)
 
 
@@ -203,15 +208,21 @@ def _mask_token(args: argparse.Namespace, model: Any, tokenizer: Any) -> int:
     return int(chosen)
 
 
+def tap_ids(count: int, num_layers: int) -> list[int]:
+    """``--taps COUNT`` of a target of that many layers."""
+    taps = default_target_layer_ids(count, num_layers)
+    if len(set(taps)) < len(taps):
+        raise ValueError(
+            f"--taps {count}: the target's {num_layers} layers are too few for that many different taps "
+            f"(they would be {taps}); take fewer"
+        )
+    return taps
+
+
 def _new_config(args: argparse.Namespace, model: Any, tokenizer: Any) -> DrafterConfig:
     model_config = model.config
     heads = model_config.num_attention_heads
-    taps = default_target_layer_ids(args.taps, model_config.num_hidden_layers)
-    if len(set(taps)) < len(taps):
-        raise ValueError(
-            f"--taps {args.taps}: the target's {model_config.num_hidden_layers} layers are too few for that "
-            f"many different taps (they would be {taps}); take fewer"
-        )
+    taps = tap_ids(args.taps, model_config.num_hidden_layers)
     rope = getattr(model_config, "rope_parameters", None) or {}
     return DrafterConfig(
         hidden_size=model_config.hidden_size,

@@ -66,6 +66,15 @@ def length_batches(rows: list[Recording], batch_tokens: int) -> Iterator[tuple[l
         yield picked, ids
 
 
+def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of ``logits [M, V]``: ids and probabilities of the k most probable tokens ``[M, k]``, and the logarithm
+    of the sum of all exponentials ``[M, 1]``, float32."""
+    logits = logits.float()
+    best, ids = logits.topk(k, -1)
+    norm = logits.logsumexp(-1, keepdim=True)
+    return ids, (best - norm).exp(), norm
+
+
 @torch.inference_mode()
 def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens: int) -> dict[str, Tensor]:
     lengths = [len(r.ids) for r in rows]
@@ -81,9 +90,8 @@ def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens
             first, start, length = len(rows[i].prompt_ids) - 1, int(offsets[i]), lengths[i]
             taps[start : start + length] = features[j, :length].cpu()
             logits = torch.mm(hidden[j, first:length], target.head.t()).float()
-            best, best_ids = logits.topk(top_k, -1)
-            norm = logits.logsumexp(-1, keepdim=True)
-            top_probs[start + first : start + length] = (best - norm).exp().cpu()
+            best_ids, best_probs, norm = top_tokens(logits, top_k)
+            top_probs[start + first : start + length] = best_probs.cpu()
             chosen = ids[j, first + 1 : length, None].to(logits.device)
             following = logits[:-1].gather(1, chosen) - norm[:-1]
             next_probs[start + first : start + length - 1] = following[:, 0].exp().cpu()
@@ -110,10 +118,15 @@ def _check_recordings(data: dict[str, Tensor], rows: list[Recording], file: Path
         )
 
 
-def fingerprint(target: TargetPass) -> str:
+def fingerprint(embed: Tensor, head: Tensor) -> str:
     """Tells targets apart that have the same shapes, by the first rows of their embedding and head."""
-    rows = [weight.detach()[:64].float().cpu().contiguous() for weight in (target.embed, target.head)]
+    rows = [weight.detach()[:64].float().cpu().contiguous() for weight in (embed, head)]
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in rows)).hexdigest()[:16]
+
+
+def features_meta(tap_ids: list[int], top_k: int, embed: Tensor, head: Tensor) -> dict[str, Any]:
+    """What decides the content of a folder of features."""
+    return {"tap_ids": tap_ids, "top_k": top_k, "target": fingerprint(embed, head)}
 
 
 def build_features(
@@ -130,7 +143,7 @@ def build_features(
     Raises:
         ValueError: ``out`` was made with another target, other taps or another k, or is damaged.
     """
-    meta = {"tap_ids": target.tap_ids, "top_k": top_k, "target": fingerprint(target)}
+    meta = features_meta(target.tap_ids, top_k, target.embed, target.head)
     build_cache(
         "features",
         recordings,
@@ -158,22 +171,28 @@ def build_cache(
         ValueError: ``out`` was made with another ``meta``, or is damaged.
     """
     files = shards(recordings)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / f"{name}.json"
-    if path.exists():
-        old = read_object(path, "delete the folder to have it made again")
-        if {**assumed, **old} != meta:
-            raise ValueError(
-                f"out: {out} holds {name} made with {json.dumps(old)}, not {meta}; use a new folder"
-            )
-    else:
-        write_atomic(path, json.dumps(meta) + "\n")
+    claim_cache(name, out, meta, assumed)
     for done, shard in enumerate(files, 1):
         file = out / (shard.stem + ".pt")
         if not file.exists():
             save_atomic(file, extract(load_shard(shard)))
         if progress:
             progress(done, len(files))
+
+
+def claim_cache(
+    name: str, out: Path, meta: dict[str, Any], assumed: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Makes the folder ``out`` with its ``NAME.json``, or checks that it was made with the same ``meta``; see
+    :func:`build_cache`."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    if not path.exists():
+        write_atomic(path, json.dumps(meta) + "\n")
+        return
+    old = read_object(path, "delete the folder to have it made again")
+    if {**assumed, **old} != meta:
+        raise ValueError(f"out: {out} holds {name} made with {json.dumps(old)}, not {meta}; use a new folder")
 
 
 class FeatureStore:

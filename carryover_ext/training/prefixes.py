@@ -49,7 +49,7 @@ def build_prefixes(
     Raises:
         ValueError: ``out`` was made with another target or another last tap, or is damaged.
     """
-    meta = {"layers": max(target.tap_ids) + 1, "target": fingerprint(target)}
+    meta = {"layers": max(target.tap_ids) + 1, "target": fingerprint(target.embed, target.head)}
     build_cache(
         "prefixes", recordings, out, meta, lambda rows: _extract(target, rows, batch_tokens), progress
     )

@@ -24,6 +24,13 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=temperature, default=0.0)
     parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
     parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument(
+        "--features",
+        action="store_true",
+        help="keep the target's features beside the recording, which training would compute anew otherwise "
+        "(backend engine)",
+    )
+    parser.add_argument("--taps", type=positive, default=5, help="tapped layers of the features")
     add_device(parser)
     parser.add_argument(
         "--shard-size", type=positive, default=256, help="prompts a shard: what a killed run can lose"
@@ -33,9 +40,15 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_record(args: argparse.Namespace) -> int:
     from carryover_ext.pretrained import load_target, load_tokenizer, stop_token_ids, target_path
-    from carryover_ext.training.backends import engine_backend, vllm_backend
-    from carryover_ext.training.recordings import load_prompts, record
+    from carryover_ext.targets import TappedTarget
+    from carryover_ext.training.answers import EngineBackend
+    from carryover_ext.training.backends import vllm_backend
+    from carryover_ext.training.commands import features_folder, tap_ids
+    from carryover_ext.training.features import claim_cache, features_meta
+    from carryover_ext.training.recordings import Backend, load_prompts, record, save_atomic
 
+    if args.features and args.backend != "engine":
+        raise ValueError(f"--features: --backend {args.backend} does not give them; use --backend engine")
     tokenizer = load_tokenizer(args.target)
     prompts = load_prompts(
         args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit
@@ -43,22 +56,28 @@ def run_record(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError(f"--prompts: nothing of at most {args.max_prompt_tokens} tokens in {args.prompts}")
     common = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
+    keep = None
     if args.backend == "vllm":
         if args.device:
             raise ValueError(f"--device {args.device}: vLLM chooses its own device; leave it out")
-        backend = vllm_backend(
+        backend: Backend = vllm_backend(
             target_path(args.target), max_prompt_tokens=args.max_prompt_tokens, batch=args.batch, **common
         )
     else:
-        from carryover_ext.targets import TappedTarget
-
         model, _ = load_target(args.target)
-        backend = engine_backend(
-            TappedTarget(model.to(training_device(args.device))),
-            stop_token_ids=stop_token_ids(model),
-            batch=args.batch,
-            **common,
-        )
+        model.to(training_device(args.device))
+        taps = tap_ids(args.taps, model.config.num_hidden_layers) if args.features else []
+        target = TappedTarget(model, taps)
+        engine = EngineBackend(target, stop_token_ids=stop_token_ids(model), batch=args.batch, **common)
+        backend = engine
+        if args.features:
+            folder = features_folder(args.out)
+            meta = features_meta(taps, engine.top_k, target.embed_weight, target.head_weight)
+            claim_cache("features", folder, meta)
+
+            def keep(stem: str) -> None:
+                save_atomic(folder / f"{stem}.pt", engine.features)
+
     settings = {"target": str(args.target), "backend": args.backend, "batch": args.batch, **common}
     with progress_bar("recording") as bar:
         task = bar.add_task("recording", total=len(prompts), note="")
@@ -68,6 +87,14 @@ def run_record(args: argparse.Namespace) -> int:
             rate = tokens / max(1e-9, time.monotonic() - start)
             bar.update(task, completed=done, note=f"{tokens:,} response tokens, {rate:.0f} tokens/s")
 
-        record(prompts, backend, args.out, settings=settings, shard_size=args.shard_size, progress=show)
+        record(
+            prompts,
+            backend,
+            args.out,
+            settings=settings,
+            shard_size=args.shard_size,
+            progress=show,
+            keep=keep,
+        )
     print(f"recorded {len(prompts)} answers in {args.out}")
     return 0

@@ -131,6 +131,7 @@ def record(
     settings: dict[str, Any],
     shard_size: int = 256,
     progress: Callable[[int, int, int], None] | None = None,
+    keep: Callable[[str], None] | None = None,
 ) -> None:
     """Records answers to ``prompts`` into ``out``; complete shards of an earlier run are kept.
 
@@ -138,6 +139,8 @@ def record(
         settings: what decides the answers (target, temperature, max_new_tokens, seed); stored in the
         manifest.
         progress: called with (prompts done, prompts in all, response tokens of this run).
+        keep: called with the name (without suffix) of a shard that is about to be written, to save what else
+        the backend has of it.
 
     Raises:
         ValueError: ``out`` holds recordings made with other settings or other prompts.
@@ -167,6 +170,8 @@ def record(
                 Recording(p.category, p.source, p.ids, r, f) for p, (r, f) in zip(part, answers, strict=True)
             ]
             tokens += sum(len(r.response_ids) for r in rows)
+            if keep:
+                keep(file.stem)
             write_atomic(file, "".join(json.dumps(asdict(r)) + "\n" for r in rows))
         if progress:
             progress(start + len(part), len(prompts), tokens)

@@ -1,0 +1,166 @@
+"""The target answers prompts in large batches, and leaves behind what training needs of the answers.
+
+A decoding step computes the tapped states and the next-token distribution of every row anyway. Kept, they
+save the forward pass over whole recordings that :func:`carryover_ext.training.features.build_features`
+makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from carryover_ext.acceptance import Sampling, choose
+from carryover_ext.slot_cache import SlotCache
+from carryover_ext.targets import TappedTarget
+from carryover_ext.training.features import top_tokens
+
+PREFILL_TOKENS = 4096  # of one forward, padding included
+
+
+@dataclass
+class _Answer:
+    """One answer of n tokens to a prompt of p: taps ``[p + n, F]``; of the rows from the prompt's last one
+    on, top_ids and top_probs ``[n + 1, k]`` and next_probs ``[n + 1]``."""
+
+    tokens: list[int]
+    finish: str
+    taps: Tensor | None
+    top_ids: Tensor
+    top_probs: Tensor
+    next_probs: Tensor
+
+
+class EngineBackend:
+    """Answers of a target of this package: ``batch`` prompts of similar length side by side; finished ones
+    are left out when they are a quarter of the batch.
+
+    Args:
+        target: with taps, :attr:`features` holds what :mod:`carryover_ext.training.features` keeps of the
+            prompts and answers of the last call.
+        temperature: 0 is greedy.
+        stop_token_ids: end an answer, and are part of it.
+        seed: what is drawn depends on it, on the place of the first prompt of a call and on ``batch``.
+        top_k: most probable next tokens that are kept.
+    """
+
+    def __init__(
+        self,
+        target: TappedTarget,
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        batch: int,
+        seed: int,
+        top_k: int = 8,
+    ) -> None:
+        self.target, self.batch, self.seed, self.top_k = target, batch, seed, top_k
+        self.max_new_tokens, self.sampling = max_new_tokens, Sampling(temperature)
+        self.stops = frozenset(stop_token_ids)
+        self.features: dict[str, Tensor] | None = None  # of the last call
+
+    @torch.inference_mode()
+    def __call__(self, prompts: Sequence[list[int]], first: int) -> list[tuple[list[int], str]]:
+        longest = max(map(len, prompts))
+        if longest + self.max_new_tokens > self.target.max_length:
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens}: a prompt has {longest} tokens and the target was "
+                f"made for {self.target.max_length} positions; ask for fewer, or leave long prompts out"
+            )
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        answers: dict[int, _Answer] = {}
+        for start in range(0, len(order), self.batch):
+            part = order[start : start + self.batch]
+            generator = torch.Generator(self.target.device).manual_seed(self.seed + first + start)
+            answers |= zip(part, self._answer([prompts[i] for i in part], generator), strict=True)
+        found = [answers[i] for i in range(len(prompts))]
+        self.features = self._features(prompts, found) if self.target.tap_ids else None
+        return [(a.tokens, a.finish) for a in found]
+
+    def _prefill(self, prompts: list[Tensor]) -> tuple[SlotCache, Tensor, list[Tensor]]:
+        """Cache, logits ``[B, V]`` of the last rows and taps of each prompt (none without taps)."""
+        lengths = [len(p) for p in prompts]
+        cache = self.target.new_cache(len(prompts), lengths[-1] + self.max_new_tokens + 1)
+        logits, taps, start = [], list[Tensor](), 0
+        while start < len(prompts):
+            end = start + 1
+            while end < len(prompts) and (end + 1 - start) * lengths[end] <= PREFILL_TOKENS:
+                end += 1
+            part = self.target.new_cache(end - start, lengths[end - 1])
+            last, packed, _ = self.target.prefill(part, prompts[start:end])
+            cache.place(start, part)
+            logits.append(last)
+            if packed is not None:
+                taps += packed.split(lengths[start:end])
+            start = end
+        return cache, torch.cat(logits), taps
+
+    def _answer(self, ids: list[list[int]], generator: torch.Generator) -> list[_Answer]:
+        """Answers to prompts in rising order of length."""
+        target, most, k, device = self.target, self.max_new_tokens, self.top_k, self.target.device
+        prompts = [torch.tensor(p, device=device) for p in ids]
+        size = len(prompts)
+        cache, logits, prompt_taps = self._prefill(prompts)
+        width = target.hidden_size * len(target.tap_ids)
+        taps = torch.empty(size, most, width, dtype=target.dtype)
+        top_ids = torch.zeros(size, most + 1, k, dtype=torch.int32)
+        top_probs, next_probs = torch.zeros(size, most + 1, k), torch.zeros(size, most + 1)
+        tokens: list[list[int]] = [[] for _ in ids]
+        live = torch.arange(size)  # the request of each row
+        ended = torch.zeros(size, dtype=torch.bool)
+        for t in range(most + 1):
+            best, best_probs, norm = top_tokens(logits, k)
+            top_ids[live, t], top_probs[live, t] = best.int().cpu(), best_probs.cpu()
+            if 4 * int(ended.sum()) >= len(live):
+                keep = (~ended).nonzero()[:, 0]
+                if len(keep) == 0:
+                    break
+                cache.select(keep.to(device))
+                kept = keep.to(device)
+                live, ended, logits, norm = live[keep], ended[keep], logits[kept], norm[kept]
+            if t == most:
+                break
+            chosen = choose(logits, self.sampling, generator)
+            likely = (logits.gather(1, chosen[:, None]).float() - norm)[:, 0].exp().cpu()
+            next_probs[live, t] = torch.where(ended, 0.0, likely)
+            for row, (request, token) in enumerate(zip(live.tolist(), chosen.tolist(), strict=True)):
+                if not ended[row]:
+                    tokens[request].append(token)
+                    ended[row] = token in self.stops or t + 1 == most
+            rows = target.forward(cache, chosen[:, None])
+            cache.advance(torch.ones_like(chosen), [1] * len(chosen))
+            features = target.features()
+            if features is not None:
+                taps[live, t] = features[:, 0].cpu()
+            logits = target.logits(rows[:, 0])
+        answers = []
+        for i, own in enumerate(tokens):
+            n = len(own)
+            whole = torch.cat([prompt_taps[i].cpu(), taps[i, :n]]) if prompt_taps else None
+            finish = "stop" if own and own[-1] in self.stops else "length"
+            answers.append(
+                _Answer(
+                    own, finish, whole, top_ids[i, : n + 1], top_probs[i, : n + 1], next_probs[i, : n + 1]
+                )
+            )
+        return answers
+
+    def _features(self, prompts: Sequence[list[int]], answers: list[_Answer]) -> dict[str, Tensor]:
+        """The file of a shard, see :mod:`carryover_ext.training.features`."""
+        lengths = [len(p) + len(a.tokens) for p, a in zip(prompts, answers, strict=True)]
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        total = int(offsets[-1])
+        top_ids = torch.zeros(total, self.top_k, dtype=torch.int32)
+        top_probs, next_probs = torch.zeros(total, self.top_k), torch.zeros(total)
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            rows = slice(int(offsets[i]) + len(prompt) - 1, int(offsets[i + 1]))
+            top_ids[rows], top_probs[rows] = answer.top_ids, answer.top_probs
+            next_probs[rows] = answer.next_probs
+        ids = [i for p, a in zip(prompts, answers, strict=True) for i in [*p, *a.tokens]]
+        found = {"offsets": offsets, "taps": torch.cat([a.taps for a in answers if a.taps is not None])}
+        found |= {"top_ids": top_ids, "top_probs": top_probs, "next_probs": next_probs}
+        return found | {"ids": torch.tensor(ids, dtype=torch.int32)}
