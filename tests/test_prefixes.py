@@ -11,12 +11,14 @@ from test_training import TAPS, drafter_config, model, recorded, weights_for  # 
 from tiny_models import save_drafter, save_target
 
 from carryover_ext.cli import main
+from carryover_ext.training import features
 from carryover_ext.training.anchors import load_batch
 from carryover_ext.training.draft_verify_draft import Head, draft_and_verify
 from carryover_ext.training.features import FeatureStore, JoinedStore
 from carryover_ext.training.prefixes import PrefixStore, build_prefixes, stack_prefixes
 from carryover_ext.training.recordings import shards
 from carryover_ext.training.target_pass import TargetPass
+from carryover_ext.training.trainer import Trainer, TrainSettings
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +48,28 @@ def test_kept_prefixes_are_the_targets_own(model, recorded, kept):  # noqa: F811
     torch.testing.assert_close(
         with_kept.features[with_kept.mask], without.features[with_kept.mask], atol=1e-4, rtol=1e-4
     )
+
+
+def test_what_a_cycle_reads_is_asked_for_before(model, recorded, kept, monkeypatch):  # noqa: F811
+    asked = []
+    monkeypatch.setattr(features, "read_ahead", lambda rows: asked.append((rows.data_ptr(), rows.nbytes)))
+    one = FeatureStore(*recorded, prefixes=PrefixStore(kept))
+    store = JoinedStore([one])
+    config, target = drafter_config(), TargetPass(model, TAPS)
+    settings = TrainSettings(objective="carryover", steps=2, sequences=2, anchors=4, cycle=2)
+    weights, scale = weights_for(config, model), torch.ones(config.num_features)
+    trainer = Trainer(config, weights, scale, Head.make(target, None), store, settings, target)
+    trainer.run_cycle()
+    read = {(x.data_ptr(), x.nbytes) for i in range(len(store)) for x in (store[i].features, store.prefix(i))}
+    assert len(asked) == 2 * 2 * 2 and set(asked) <= read
+
+
+def test_read_ahead_takes_any_rows(recorded):  # noqa: F811
+    rows = FeatureStore(*recorded)[0].features
+    before = rows.clone()
+    for part in (rows, rows[1:2], rows[:0], torch.ones(3)):
+        features.read_ahead(part)
+    assert torch.equal(rows, before)
 
 
 def test_a_kept_prefix_is_what_is_verified_against(model, recorded, kept):  # noqa: F811

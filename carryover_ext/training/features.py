@@ -8,8 +8,11 @@ recording shard, memory-mapped.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import mmap
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -64,6 +67,19 @@ def length_batches(rows: list[Recording], batch_tokens: int) -> Iterator[tuple[l
         for j, i in enumerate(picked):
             ids[j, : lengths[i]] = torch.tensor(rows[i].ids)
         yield picked, ids
+
+
+def read_ahead(rows: Tensor) -> None:
+    """Asks the system to bring memory-mapped ``rows`` (contiguous) in from disk, without waiting for them.
+
+    Their pages one by one, as they are touched, took ten times as long on a slow disk (10 against 108 MB/s).
+    """
+    if sys.platform != "linux" or rows.numel() == 0:
+        return
+    start = rows.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = rows.data_ptr() + rows.nbytes - start
+    # only advice: an error changes nothing
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_WILLNEED)
 
 
 def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,6 +269,15 @@ class FeatureStore:
         shard, i, row = self._rows[index]
         return self._prefixes(self._stems[shard], i, row.ids) if self._prefixes else None
 
+    def read_ahead(self, index: int) -> None:
+        """Begins to read what :meth:`__getitem__` and :meth:`prefix` will give."""
+        shard, i, _ = self._rows[index]
+        data = self._maps[shard]
+        read_ahead(data["taps"][int(data["offsets"][i]) : int(data["offsets"][i + 1])])
+        prefix = self.prefix(index)
+        if prefix is not None:
+            read_ahead(prefix)
+
     def __getitem__(self, index: int) -> Sequence:
         shard, i, row = self._rows[index]
         data = self._maps[shard]
@@ -293,6 +318,10 @@ class JoinedStore(FeatureStore):
     def prefix(self, index: int) -> Tensor | None:
         store, i = self._places[index]
         return store.prefix(i)
+
+    def read_ahead(self, index: int) -> None:
+        store, i = self._places[index]
+        store.read_ahead(i)
 
     def __getitem__(self, index: int) -> Sequence:
         store, i = self._places[index]

@@ -294,8 +294,11 @@ class Trainer:
         batches: list[tuple[Batch, Rejects | None]] = []
         first = torch.zeros(2, device=self.head.device)  # tokens of draft #1, anchors
         share = self.ranks.share(s.sequences)
-        for _ in range(s.cycle):
-            picks = self._next_sequences()
+        drawn = [self._next_sequences() for _ in range(s.cycle)]
+        for picks in drawn:
+            for i in picks[share]:
+                self.store.read_ahead(i)
+        for picks in drawn:
             batch = load_batch(self.store, picks, s.anchors, self.generator, share).to(self.head.device)
             rejects = None
             if s.objective != "plain":
