@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import save_target
 
 from carryover_ext.cli import build_parser, main
@@ -122,6 +123,25 @@ def test_a_part_whose_output_is_gone_is_done_again(tmp_path):
     assert not part.is_done()
     part.out.write_text("{}")
     assert part.is_done() and not Part(["evaluate", "--all"], part.out).is_done()
+
+
+def test_a_new_start_voids_what_was_made_from_the_old_one(world, tmp_path):
+    words = [*world[1], f"--out={tmp_path}", "--kinds", "dflash"]
+    assert run_cells(parsed(words)) == 0
+    parts = plan(parsed(words))
+    assert all(part.is_done() for part in parts)
+    root = tmp_path / "target"
+    weights = root / "dflash-start" / "checkpoint" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({k: v + 1 for k, v in tensors.items()}, weights)
+    assert [part.is_done() for part in parts] == [True, False, False, True, True]
+    with pytest.raises(ValueError, match=r"--init .* was begun from other weights; use a new folder"):
+        run_cells(parsed(words))
+    for arm in ("dflash-shifted", "dflash-carryover"):
+        shutil.rmtree(root / arm)
+    redone: list[str] = []
+    run_cells(parsed(words), lambda argv: redone.append(argv[1]) or main(argv))
+    assert redone == ["train", "train", "evaluate", "evaluate", "results"]
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carryover_ext.cli import positive
+from carryover_ext.drafters.checkpoint import WEIGHTS
 from carryover_ext.training.commands import add_device, recorded_temperature
 from carryover_ext.training.recordings import write_atomic
 
 CARRY, CONTROL = "carryover", "shifted"
 KINDS = ("dflash", "markov")
+CHECKPOINTS = ("--init", "--baseline", "--drafter")  # options that name one
 
 
 def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,9 +79,15 @@ class Part:
         return self.out.with_name(self.out.name + ".done")
 
     def is_done(self) -> bool:
-        """Whether the same words have been carried out, and what they wrote is there."""
+        """Whether the same words have been carried out, what they wrote is there, and no checkpoint that they
+        read has been written since."""
         if not (self._mark.exists() and self.out.exists()):
             return False
+        done = self._mark.stat().st_mtime_ns
+        for option, value in zip(self.words, self.words[1:], strict=False):
+            read = Path(value) / WEIGHTS
+            if option in CHECKPOINTS and read.exists() and read.stat().st_mtime_ns > done:
+                return False
         return self._mark.read_text(encoding="utf-8") == shlex.join(self.words)
 
     def set_done(self) -> None:

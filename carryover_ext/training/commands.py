@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -272,6 +273,14 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {k: (v, new.get(k)) for k, v in old.items() if new.get(k) != v}
 
 
+def _digest(checkpoint: Path) -> str:
+    """Of the weights of a checkpoint."""
+    digest = hashlib.sha256()
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     """Checkpoint weights in float32 and the draft vocabulary (None = all tokens)."""
     from carryover_ext.drafters.checkpoint import read_tensors
@@ -336,11 +345,17 @@ def run_train(args: argparse.Namespace) -> int:
         stores.append(open_store(recordings, folder, holdout=False, temperature=drawn_at, prefixes=prefixes))
     store = stores[0] if len(stores) == 1 else JoinedStore(stores)
     start = args.out / "start.pt"
+    source = None if args.init is None else _digest(args.init)
     if start.exists():  # a resumed run keeps what it began with, also when recordings were added since
         begun = load_saved(start)
         changed = _changes(begun.get("config", {}), config.to_dict())
         if changed:
             raise ValueError(f"--out {args.out}: was begun with another drafter {changed}; use a new folder")
+        if begun.get("init", source) != source:
+            raise ValueError(
+                f"--init {args.init}: --out {args.out} was begun from other weights; use a new folder, or "
+                "delete it to train anew"
+            )
         weights, vocab, rms = begun["weights"], begun["vocab"], begun["rms"]
     else:
         rms = initial.tap_rms(store)
@@ -358,7 +373,8 @@ def run_train(args: argparse.Namespace) -> int:
         if config.carryover:
             weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
         args.out.mkdir(parents=True, exist_ok=True)
-        save_atomic(start, {"weights": weights, "vocab": vocab, "rms": rms, "config": config.to_dict()})
+        begun = {"weights": weights, "vocab": vocab, "rms": rms, "config": config.to_dict(), "init": source}
+        save_atomic(start, begun)
     if ranks.first:
         ranks.barrier()
     head = Head.make(target, vocab)
