@@ -173,7 +173,7 @@ def test_the_bias_is_that_of_the_recorded_token_before(model, recorded):  # noqa
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_training_lowers_the_loss(model, recorded, kind):  # noqa: F811
-    trainer = make_trainer(model, recorded, kind, "carryover", 60, distill=0.3)
+    trainer = make_trainer(model, recorded, kind, "carryover", 60, distill=0.3, carry_warmup=4)
     before = {k: v.detach().clone() for k, v in trainer.master.items()}
     rows = []
     while trainer.step < 60:

@@ -341,13 +341,14 @@ def test_blocks_of_overlapping_anchors_never_see_each_other(model, recorded):
 
 
 # -- runs ---
-def make_trainer(model, recorded, objective, steps=8):
+def make_trainer(model, recorded, objective, steps=8, warmup=4):
     config = drafter_config()
     weights = weights_for(config, model)
     target = TargetPass(model, TAPS)
     settings = TrainSettings(
         objective, steps=steps, sequences=3, anchors=5, cycle=2, reuse=1, lr=3e-3, distill=0.3
     )
+    settings.carry_warmup = warmup
     return Trainer(
         config,
         weights,
@@ -390,6 +391,19 @@ def test_state_of_other_settings_is_refused(model, recorded, tmp_path):
     train(make_trainer(model, recorded, "plain", 2), tmp_path, lambda r: None, lambda: None, 0)
     with pytest.raises(ValueError, match=r"steps.*new --out folder"):
         train(make_trainer(model, recorded, "plain", 4), tmp_path, lambda r: None, lambda: None, 0)
+
+
+@pytest.mark.parametrize(("objective", "alone"), [("carryover", 4), ("shifted", 0)])
+def test_at_first_the_embedding_is_trained_alone(model, recorded, objective, alone):
+    trainer = make_trainer(model, recorded, objective, steps=6)
+    start = {k: v.detach().clone() for k, v in trainer.master.items()}
+    while trainer.step < 6:
+        trainer.run_cycle()
+        moved = {k for k, v in trainer.master.items() if not torch.equal(v, start[k])}
+        carried = {"carryover_embedding"} if objective == "carryover" else set()
+        assert moved == (
+            carried if trainer.step <= alone else (set(start) - {"carryover_embedding"}) | carried
+        )
 
 
 def test_training_lowers_the_loss_and_moves_the_embedding(model, recorded):

@@ -56,6 +56,8 @@ class TrainSettings:
     lr, warmup (share of the steps), final_lr (share of lr), clip, weight_decay: AdamW with a cosine
     schedule.
     carry_lr: factor on the learning rate of the carryover embedding.
+    carry_warmup: first steps of ``carryover`` in which that embedding alone is trained: at zero the rejected
+        rows enter as if they were context, and the drafter would unlearn other things to undo that.
     distill: share of the target's top-k distribution in the labels (the rest is the recorded token).
     l1: share of the loss that is the L1 distance to the target's top-k distribution (DSpark, arXiv
         2607.05147: 0.9, with distill 0); the rest is cross-entropy.
@@ -73,7 +75,8 @@ class TrainSettings:
     final_lr: float = 0.05
     clip: float = 1.0
     weight_decay: float = 0.0
-    carry_lr: float = 30.0
+    carry_lr: float = 300.0
+    carry_warmup: int = 48
     distill: float = 0.5
     l1: float = 0.0
     gamma: float = 0.0
@@ -90,6 +93,8 @@ class TrainSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr}: must be positive and finite")
+        if self.carry_warmup < 0:
+            raise ValueError(f"carry_warmup={self.carry_warmup}: must be a number of steps, 0 for none")
         if not 0 <= self.l1 <= 1:
             raise ValueError(f"l1={self.l1}: must be a share between 0 and 1")
         if not 0 <= self.gamma < math.inf:
@@ -286,6 +291,8 @@ class Trainer:
             factor = s.final_lr + (1 - s.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr * factor * group["factor"]
+        if s.objective == "carryover" and self.step < s.carry_warmup:
+            self.optimizer.param_groups[0]["lr"] = 0.0
 
     def run_cycle(self) -> dict[str, float]:
         """Takes up to ``cycle * reuse`` steps; returns means over them."""
