@@ -188,6 +188,12 @@ class DrafterConfig:
         return len(self.target_layer_ids) * int(self.target_hidden_size or 0)
 
     @property
+    def own_vocabulary(self) -> bool:
+        """Whether the checkpoint holds its own embedding and head, because the target's are of another
+        width."""
+        return self.hidden_size != self.target_hidden_size
+
+    @property
     def first_slot(self) -> int:
         """The first row of a block that predicts a token."""
         return 0 if self.sample_from_anchor else 1

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from .config import DSPARK, CarryoverConfig, DrafterConfig
-from .drafters import DFlashDrafter, MarkovDrafter
+from .drafters import check_checkpoint
 from .drafters.checkpoint import (
+    EMBED,
+    HEAD,
     MASK_FILE,
     WEIGHTS,
     check_draft_vocabulary,
     check_target,
-    check_tensors,
     read_tensors,
     reduced_vocabulary,
     write_tensors,
@@ -85,7 +86,7 @@ def export_checkpoint(
             exported for vLLM.
         to: ``vllm``, ``speculators`` or ``zlab``.
         target: the target's folder, hub id or name. Needed where its head's rows are written: for a reduced
-            draft vocabulary (``vllm``) and always for ``speculators``.
+            draft vocabulary (``vllm``, unless the drafter has its own head) and always for ``speculators``.
         plain: leave the carryover embedding out: the result is a plain DFlash or DSpark checkpoint.
         warm_start: add a zero carryover embedding to a checkpoint that has none. It drafts like the original
             as long as nothing is carried, and is where Carryover training starts.
@@ -109,9 +110,7 @@ def export_checkpoint(
         )
     _check_out(Path(out))
     config, tensors = DrafterConfig.from_pretrained(source), read_tensors(source)
-    _check_source(config, tensors, source)
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        tensors.pop(name, None)  # copies of the target's; written again where the reader wants them
+    check_checkpoint(config, tensors, source)  # drops copies of the target's embedding and head
     check_draft_vocabulary(tensors.get("d2t"), config.vocab_size)
     notes: list[str] = []
     config = _with_embedding(config, tensors, plain, warm_start, str(source), notes)
@@ -157,15 +156,6 @@ def _check_out(out: Path) -> None:
             f"out={str(out)!r}: holds something else than a drafter (architectures: {found}), which would be "
             "overwritten; name another folder"
         )
-
-
-def _check_source(config: DrafterConfig, tensors: dict[str, Tensor], source: str | Path) -> None:
-    """ValueError unless the tensors are those of the config, the carryover embedding aside."""
-    with torch.device("meta"):
-        kind = MarkovDrafter if config.markov_rank > 0 else DFlashDrafter
-        expected = kind(config, mask_embedding="mask_embedding" in tensors).state_dict()
-    expected.pop(EMBEDDING, None)
-    check_tensors({k: v for k, v in tensors.items() if k != EMBEDDING}, expected, source)
 
 
 def _with_embedding(
@@ -241,7 +231,8 @@ def _head_rows(c: _Checkpoint, to: str) -> Tensor:
 def _reduce(c: _Checkpoint, to: str) -> None:
     """The reduced vocabulary in the form of EAGLE-3, if there is one."""
     if "d2t" in c.tensors:
-        c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, _head_rows(c, to))
+        rows = None if c.config.own_vocabulary else _head_rows(c, to)  # its own head is there already
+        c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, rows)
 
 
 def _check_engine(c: _Checkpoint, to: str) -> None:
@@ -274,6 +265,11 @@ def _to_vllm(c: _Checkpoint) -> dict[str, Any]:
 
 
 def _to_zlab(c: _Checkpoint) -> dict[str, Any]:
+    if c.config.own_vocabulary:
+        raise ValueError(
+            f"hidden_size={c.config.hidden_size}: the zlab layout is read with the target's, "
+            f"{c.config.target_hidden_size}, and with its embedding and head; export to 'vllm'"
+        )
     if c.tensors.pop(EMBEDDING, None) is not None:
         c.notes.append("the carryover embedding is left out: this layout's readers do not know it")
     ids = c.tensors.pop("d2t", None)
@@ -307,7 +303,7 @@ def _to_speculators(c: _Checkpoint) -> dict[str, Any]:
         raise ValueError(
             "target is not given: the speculators layout names the target and holds its head (--target)"
         )
-    if config.target_hidden_size != config.hidden_size:
+    if config.own_vocabulary:
         raise ValueError(
             f"target_hidden_size={config.target_hidden_size}: speculators' DFlash needs the drafter's hidden "
             "size, "
@@ -322,7 +318,7 @@ def _to_speculators(c: _Checkpoint) -> dict[str, Any]:
         )
     rows = _head_rows(c, "speculators")
     _reduce(c, "speculators")
-    c.tensors |= {"lm_head.weight": rows, "embed_tokens.weight": c.embed.to(rows.dtype).clone()}
+    c.tensors |= {HEAD: rows, EMBED: c.embed.to(rows.dtype).clone()}
     drafts = config.num_drafts
     layer = {
         key: value

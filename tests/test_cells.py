@@ -187,7 +187,7 @@ def test_pieces_of_a_checkpoint(tmp_path):
 
 def test_the_mask_is_a_token_that_no_text_has(world):
     from carryover_ext.pretrained import load_tokenizer
-    from carryover_ext.training.commands import default_mask_token
+    from carryover_ext.training.shapes import default_mask_token
 
     tokenizer = load_tokenizer(world[0] / "target")
     assert tokenizer.convert_ids_to_tokens(default_mask_token(tokenizer, 272)) == "<spare>"

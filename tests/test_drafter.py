@@ -253,7 +253,7 @@ def test_bad_draft_vocabulary(tmp_path: Path, ids: list[int]) -> None:
     [
         (
             {"embed": torch.zeros(24, 16)},
-            r"embed_tokens_weight is \(24, 16\): the drafter has hidden_size=32",
+            r"embed_tokens_weight is \(24, 16\): the drafter has target_hidden_size=32",
         ),
         ({"head": torch.zeros(24, 16)}, "lm_head_weight is"),
         ({"embed": torch.zeros(25, 32)}, "embed_tokens_weight has 25 rows: the drafter has vocab_size=24"),

@@ -17,6 +17,7 @@ from ..config import DrafterConfig
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MASK_FILE = "mask_embedding.pt"  # where vLLM looks for a learned mask embedding
+EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"  # [V, H] and [Vd, H], where the target's do not fit
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ def reduced_vocabulary(ids: Tensor, vocab_size: int, head: Tensor | None) -> dic
     mask = torch.zeros(vocab_size, dtype=torch.bool, device=ids.device)
     mask[ids] = True
     tensors = {"d2t": ids - torch.arange(ids.numel(), device=ids.device), "t2d": mask}
-    return tensors if head is None else tensors | {"lm_head.weight": head}
+    return tensors if head is None else tensors | {HEAD: head}
 
 
 def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
@@ -87,7 +88,7 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], direc
 
     Copies of the target's embedding and head, which some exports carry, are taken out of ``tensors``.
     """
-    for name in ("embed_tokens.weight", "lm_head.weight"):
+    for name in {EMBED, HEAD} - set(expected):
         tensors.pop(name, None)
     missing, unexpected = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or unexpected:
@@ -125,10 +126,10 @@ def check_target(
 ) -> None:
     """ValueError when the target is not the one that the drafter was made for; None is not checked."""
     for name, weight in (("embed_tokens_weight", embed), ("lm_head_weight", head)):
-        if weight.dim() != 2 or weight.shape[1] != config.hidden_size:
+        if weight.dim() != 2 or weight.shape[1] != config.target_hidden_size:
             raise ValueError(
-                f"{name} is {tuple(weight.shape)}: the drafter has hidden_size={config.hidden_size}, "
-                "so it belongs to another target"
+                f"{name} is {tuple(weight.shape)}: the drafter has target_hidden_size="
+                f"{config.target_hidden_size}, so it belongs to another target"
             )
         if weight.shape[0] != config.vocab_size:
             raise ValueError(

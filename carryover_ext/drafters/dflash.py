@@ -4,7 +4,7 @@ The block is ``[anchor, mask x (b-1)]``; slot j predicts its own position (in th
 after it). Its rows attend, in every layer, to
 the committed context, to the rows that the last verification rejected, and to the block. Context and rejected
 rows come from tapped target states (:func:`carryover_ext.ops.commit_and_carry`); embedding and head are the
-target's and are bound, not stored.
+target's and are bound, not stored, unless the drafter's hidden size is another: then it has its own.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class _Packed:
 
 class DFlashDrafter(nn.Module):
     """Parameters carry the tensor names of the z-lab checkpoints; ``carryover_embedding [H]`` exists when the
-    config enables it.
+    config enables it, ``embed_tokens.weight [V, H]`` and ``lm_head.weight [Vd, H]`` when the hidden size is
+    not the target's.
 
     Args:
         config: shapes and switches.
-        mask_embedding: whether the checkpoint has a learned ``mask_embedding [H]`` instead of the target's
+        mask_embedding: whether the checkpoint has a learned ``mask_embedding [H]`` instead of the embedding's
             row of the mask token.
     """
 
@@ -66,10 +67,13 @@ class DFlashDrafter(nn.Module):
         self.norm = RMSNorm(h, config.rms_norm_eps)
         self.carryover_embedding = nn.Parameter(torch.zeros(h)) if config.carryover else None
         self.mask_embedding = nn.Parameter(torch.zeros(h)) if mask_embedding else None
+        own, head_rows = config.own_vocabulary, config.draft_vocab_size or config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, h) if own else None
+        self.lm_head = nn.Linear(h, head_rows, bias=False) if own else None
         d2t = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("d2t", d2t)
         self.d2t: Tensor | None
-        # Bound target tensors and caches are plain attributes: they are not part of the checkpoint.
+        # What bind() found and caches are plain attributes: they are not part of the checkpoint.
         self._embed: Tensor | None = None
         self._head: Tensor | None = None
         self._fast_head: Tensor | PackedWeight | None = None
@@ -126,25 +130,30 @@ class DFlashDrafter(nn.Module):
         hidden_size: int | None = None,
         tap_ids: list[int] | tuple[int, ...] | None = None,
     ) -> DFlashDrafter:
-        """Take embedding and head ``[V, H]`` from the target; the rows of a reduced head are gathered once.
+        """Take embedding and head ``[V, Ht]`` from the target; the rows of a reduced head are gathered once.
+        A drafter with its own embedding and head only checks that these are the target's shapes.
 
-        ``embed_scale`` and ``logit_soft_cap`` are the target's (Gemma); ``num_layers``, ``hidden_size`` and
-        ``tap_ids``, when given, are checked against the checkpoint. Raises ValueError when the checkpoint was
-        made for another target.
+        ``embed_scale`` and ``logit_soft_cap`` are the target's (Gemma; an embedding of the drafter's own is
+        not scaled); ``num_layers``, ``hidden_size`` and ``tap_ids``, when given, are checked against the
+        checkpoint. Raises ValueError when the checkpoint was made for another target.
         """
         c = self.config
         check_target(c, embed_tokens_weight, lm_head_weight, num_layers, hidden_size, tap_ids)
         check_draft_vocabulary(self.d2t, c.vocab_size)
-        reference = self.fc.weight
+        reference, d2t = self.fc.weight, self.d2t
+        if self.embed_tokens is not None and self.lm_head is not None:
+            embed_tokens_weight, lm_head_weight = self.embed_tokens.weight, self.lm_head.weight
+            embed_scale, d2t = 1.0, None  # the head has the rows of the draft vocabulary already
         scale = embed_scale if c.input_embedding_scale is None else c.input_embedding_scale
         # Gemma rounds its scale to the dtype of the embedding before it multiplies.
         self._embed_scale = float(torch.tensor(scale, dtype=embed_tokens_weight.dtype))
         self._soft_cap = logit_soft_cap if c.final_logit_softcapping is None else c.final_logit_softcapping
         key = (
             lm_head_weight.data_ptr(),
+            0 if lm_head_weight.is_inference() else lm_head_weight._version,
             reference.dtype,
             reference.device,
-            None if self.d2t is None else (self.d2t.data_ptr(), self.d2t._version),
+            None if d2t is None else (d2t.data_ptr(), d2t._version),
         )
         if self._head_key != key:
             with (
@@ -152,8 +161,8 @@ class DFlashDrafter(nn.Module):
                 torch.no_grad(),
             ):  # bound while decoding, it must still serve training
                 head = lm_head_weight.detach()
-                if self.d2t is not None:
-                    head = head[self.d2t.to(head.device)]
+                if d2t is not None:
+                    head = head[d2t.to(head.device)]
                 self._head = head.to(device=reference.device, dtype=reference.dtype).contiguous()
                 self._fast_head = pack(self._head)
         self._head_key = key
@@ -381,7 +390,7 @@ class DFlashDrafter(nn.Module):
         return tensor
 
     def block_embeddings(self, anchor: Tensor, block: int) -> Tensor:
-        """Input rows ``[B, block, H]``: the target's embedding of the anchor, then mask rows."""
+        """Input rows ``[B, block, H]``: the embedding of the anchor, then mask rows."""
         table = self._bound("_embed")
         mask: Tensor | None = self.mask_embedding
         if mask is None:

@@ -88,7 +88,8 @@ class MarkovDrafter(DFlashDrafter):
         self.config.save_pretrained(directory)
         tensors = self.state_dict()
         if self.d2t is not None:
-            tensors |= reduced_vocabulary(self.d2t, self.config.vocab_size, self._head)
+            rows = None if self.lm_head is not None else self._head  # its own head is among the tensors
+            tensors |= reduced_vocabulary(self.d2t, self.config.vocab_size, rows)
         write_tensors(directory, tensors)
 
     def _propose(

@@ -26,6 +26,7 @@ from carryover_ext.training.recordings import write_atomic
 CARRY, CONTROL = "carryover", "shifted"
 KINDS = ("dflash", "markov")
 CHECKPOINTS = ("--init", "--baseline", "--drafter")  # options that name one
+SIZES = ("hidden-size", "heads", "kv-heads", "intermediate")
 
 
 def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +46,8 @@ def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--anchors", type=positive, default=32)
     parser.add_argument("--layers", type=positive, default=2)
-    parser.add_argument("--intermediate", type=positive, help="MLP channels (default: the target's)")
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=positive, help="see `carryover train`")
     parser.add_argument("--taps", type=positive, default=5)
     parser.add_argument("--block", type=positive, default=8)
     parser.add_argument("--draft-vocab", type=int, default=8192)
@@ -150,7 +152,7 @@ def _target_parts(args: argparse.Namespace, target: str, folders: Sequence[Path]
         if kind == "markov" and "dflash" in args.kinds:
             start_words += ["--init", root / "dflash-start" / "checkpoint"]
         else:
-            for name in ("layers", "intermediate", "taps", "block", "draft-vocab"):
+            for name in ("layers", *SIZES, "taps", "block", "draft-vocab"):
                 value = getattr(args, name.replace("-", "_"))
                 start_words += [] if value is None else [f"--{name}", value]
         if kind == "markov":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from carryover_ext.cli import positive
-from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig, default_target_layer_ids
+from carryover_ext.config import DSPARK, DrafterConfig
 from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic
+from carryover_ext.training.shapes import add_shape_arguments, start_config
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
 # every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
@@ -42,24 +43,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--init", type=Path, help="checkpoint to start from (default: the target's own late layers)"
     )
-    parser.add_argument(
-        "--drafter", choices=("dflash", "markov"), help="kind of drafter (default: that of --init, or dflash)"
-    )
-    parser.add_argument("--markov-rank", type=positive, default=256, help="rank of a new Markov head")
-    parser.add_argument(
-        "--layout",
-        choices=("dflash", "anchor-first"),
-        help="mask rows predict their own position, or every row the next one (default: that of --init, or "
-        "dflash)",
-    )
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--intermediate", type=int, help="MLP channels (default: the target's)")
-    parser.add_argument("--taps", type=int, default=5)
-    parser.add_argument("--block", type=int, default=8)
-    parser.add_argument(
-        "--mask-token", type=int, help="token id of the mask (default: the target's last special token)"
-    )
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="0 = the target's whole vocabulary")
+    add_shape_arguments(parser)
     parser.add_argument("--carry-embed-at", choices=("pre_norm", "post_norm"), default="pre_norm")
     parser.add_argument("--carry-positions", choices=("verify", "shifted"), default="verify")
     parser.add_argument("--threads", type=positive)
@@ -176,98 +160,6 @@ def make_prefixes(recordings: Path, features: Path, target: Any) -> Path:
     return _build("prefixes", build_prefixes, recordings, folder, target)
 
 
-def default_mask_token(tokenizer: Any, vocab_size: int, stop_ids: Sequence[int] = ()) -> int:
-    """The special token with the highest id that no answer holds: not bos, eos, pad or unk, nor one that ends
-    answers (``stop_ids``), and within the model's ``vocab_size``.
-
-    Raises:
-        ValueError: there is none.
-    """
-    used = {
-        getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk", "sep", "cls")
-    }
-    used |= set(stop_ids)
-    special = [
-        i
-        for i, token in tokenizer.added_tokens_decoder.items()
-        if token.special and i not in used and i < vocab_size
-    ]
-    if not special:
-        raise ValueError("--mask-token: the target's tokenizer has no spare special token; name an unused id")
-    return max(special)
-
-
-def _mask_token(args: argparse.Namespace, model: Any, tokenizer: Any) -> int:
-    from carryover_ext.pretrained import stop_token_ids
-
-    vocab_size = model.config.vocab_size
-    if args.mask_token is None:
-        return default_mask_token(tokenizer, vocab_size, stop_token_ids(model))
-    chosen = args.mask_token
-    if not 0 <= chosen < vocab_size:
-        raise ValueError(f"--mask-token {chosen}: must be a token id of the target, 0 to {vocab_size - 1}")
-    return int(chosen)
-
-
-def tap_ids(count: int, num_layers: int) -> list[int]:
-    """``--taps COUNT`` of a target of that many layers."""
-    taps = default_target_layer_ids(count, num_layers)
-    if len(set(taps)) < len(taps):
-        raise ValueError(
-            f"--taps {count}: the target's {num_layers} layers are too few for that many different taps "
-            f"(they would be {taps}); take fewer"
-        )
-    return taps
-
-
-def _new_config(args: argparse.Namespace, model: Any, tokenizer: Any) -> DrafterConfig:
-    model_config = model.config
-    heads = model_config.num_attention_heads
-    taps = tap_ids(args.taps, model_config.num_hidden_layers)
-    rope = getattr(model_config, "rope_parameters", None) or {}
-    return DrafterConfig(
-        hidden_size=model_config.hidden_size,
-        intermediate_size=args.intermediate or model_config.intermediate_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=model_config.num_key_value_heads,
-        head_dim=getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
-        vocab_size=model_config.vocab_size,
-        num_target_layers=model_config.num_hidden_layers,
-        target_layer_ids=taps,
-        mask_token_id=_mask_token(args, model, tokenizer),
-        block_size=args.block,
-        rope_theta=float(rope.get("rope_theta", 10000.0)),
-        rms_norm_eps=model_config.rms_norm_eps,
-        max_position_embeddings=model_config.max_position_embeddings,
-        draft_vocab_size=args.draft_vocab or None,
-        sample_from_anchor=args.layout == "anchor-first",
-    )
-
-
-def _start(
-    args: argparse.Namespace, model: Any, tokenizer: Any
-) -> tuple[DrafterConfig, dict[str, Tensor], Tensor | None]:
-    """Config, weights (empty: to be made from the target) and draft vocabulary to start from."""
-    if args.init is None:
-        config, vocab = _new_config(args, model, tokenizer), None
-        weights: dict[str, Tensor] = {}
-    else:
-        config = DrafterConfig.from_pretrained(args.init)
-        weights, vocab = load_weights(args.init)
-        if args.layout and config.sample_from_anchor != (args.layout == "anchor-first"):
-            raise ValueError(
-                f"--layout {args.layout}: --init {args.init} has the other layout, which its weights keep"
-            )
-        if args.drafter == "dflash" and config.markov_rank > 0:
-            raise ValueError(f"--drafter dflash: --init {args.init} has a Markov head; leave --drafter out")
-    if args.drafter == "markov" and config.markov_rank == 0:
-        config.markov_rank, config.architectures = args.markov_rank, [DSPARK]
-    if args.objective == "carryover":
-        config.carryover_config = CarryoverConfig(True, args.carry_embed_at, args.carry_positions)
-    return config, weights, vocab
-
-
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """What differs, as ``{key: (old, new)}``; keys that ``old`` does not have are not compared."""
     return {k: (v, new.get(k)) for k, v in old.items() if new.get(k) != v}
@@ -283,19 +175,19 @@ def _digest(checkpoint: Path) -> str:
 
 def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     """Checkpoint weights in float32 and the draft vocabulary (None = all tokens)."""
+    from carryover_ext.drafters import check_checkpoint
     from carryover_ext.drafters.checkpoint import read_tensors
 
     tensors = read_tensors(folder)
+    check_checkpoint(DrafterConfig.from_pretrained(folder), tensors, folder)
     vocab = tensors.pop("d2t", None)
-    for name in ("embed_tokens.weight", "lm_head.weight"):  # copies of the target's
-        tensors.pop(name, None)
     return {k: v.float() for k, v in tensors.items()}, vocab
 
 
 def save_checkpoint(
     folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None, head: Tensor
 ) -> None:
-    """Writes ``config.json`` and bf16 ``model.safetensors``; ``head [Vd, H]`` are the target's head rows."""
+    """Writes ``config.json`` and bf16 ``model.safetensors``; ``head [Vd, H]`` is what the drafter uses."""
     from carryover_ext.drafters.checkpoint import reduced_vocabulary, write_tensors
 
     tensors = {k: v.to(torch.bfloat16) for k, v in weights.items()}
@@ -328,7 +220,8 @@ def run_train(args: argparse.Namespace) -> int:
     settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
     model, tokenizer = load_target(args.target)
     model.to(training_device(args.device))
-    config, weights, vocab = _start(args, model, tokenizer)
+    config = start_config(args, model, tokenizer)
+    weights, vocab = load_weights(args.init) if args.init else ({}, None)
     target = TargetPass(model, config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     check_target(config, target.embed, target.head, layers, hidden, None)
@@ -362,12 +255,12 @@ def run_train(args: argparse.Namespace) -> int:
         if weights:
             weights["fc.weight"] = weights["fc.weight"] * rms
         else:
-            weights = initial.from_target(config, target, rms)
             if config.draft_vocab_size:
                 vocab, covered = initial.draft_vocabulary(store, config.vocab_size, config.draft_vocab_size)
                 print(
                     f"draft vocabulary: {config.draft_vocab_size} tokens cover {covered:.2%} of the responses"
                 )
+            weights = initial.from_target(config, target, rms, vocab)
         if config.markov_rank > 0 and MARKOV_W1 not in weights:
             weights |= initial.markov_head(config, store, vocab)
         if config.carryover:
@@ -377,15 +270,14 @@ def run_train(args: argparse.Namespace) -> int:
         save_atomic(start, begun)
     if ranks.first:
         ranks.barrier()
-    head = Head.make(target, vocab)
-    trainer = Trainer(config, weights, 1 / rms, head, store, settings, target, ranks)
+    trainer = Trainer(config, weights, 1 / rms, Head.make(target, vocab), store, settings, target, ranks)
     length = sum(len(store.recording(i).ids) for i in range(len(store))) // len(store)
     operations = cost.step_operations(
         config,
         sequences=settings.sequences,
         length=length,
         anchors=settings.anchors,
-        head_rows=head.head.shape[0],
+        head_rows=trainer.head.head.shape[0],
         carried=settings.objective == "carryover",
     )
     ceiling = cost.matrix_rate(target.device)
@@ -414,7 +306,7 @@ def run_train(args: argparse.Namespace) -> int:
         def save() -> None:
             nonlocal ceiling  # on a shared machine the first measurement can fall into a bad moment
             ceiling = max(ceiling, cost.matrix_rate(target.device))
-            save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, head.head)
+            save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, trainer.head.head)
 
         train(trainer, args.out, show, save, args.save_every)
     console.print(f"trained {settings.steps} steps; checkpoint in {checkpoint}", soft_wrap=True)

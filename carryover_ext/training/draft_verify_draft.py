@@ -10,13 +10,14 @@ with the weights at hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from carryover_ext.drafters.checkpoint import EMBED, HEAD
 from carryover_ext.training.anchors import Batch, gather_rows
 from carryover_ext.training.drafting import draft_round
 from carryover_ext.training.forward import Params, draft_hidden, encode_rows
@@ -25,7 +26,7 @@ from carryover_ext.training.target_pass import Prefix, TargetPass
 
 @dataclass
 class Head:
-    """The rows of the target's embedding and head that the drafter uses.
+    """The rows of the embedding and head that the drafter uses, both frozen: the target's, or its own.
 
     embed ``[V, H]``; head ``[Vd, H]``; ids ``[Vd]`` target token of each head row; index ``[V]`` head row
     of each token or -1.
@@ -48,6 +49,12 @@ class Head:
         index = torch.full((size,), -1, dtype=torch.int64, device=device)
         index[ids] = torch.arange(len(ids), device=device)
         return cls(target.embed.detach(), target.head.detach()[ids].contiguous(), ids, index)
+
+    def of_drafter(self, weights: Mapping[str, Tensor]) -> Head:
+        """The same with a drafter's own embedding and head, where its weights have them."""
+        if EMBED not in weights:
+            return self
+        return replace(self, embed=weights[EMBED].to(self.embed), head=weights[HEAD].to(self.head))
 
 
 @dataclass

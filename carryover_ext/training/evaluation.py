@@ -25,8 +25,8 @@ from carryover_ext.training.target_pass import TargetPass
 
 @dataclass
 class Arm:
-    """One way to draft: weights (``fc`` with the feature scale folded in) and whether rejected rows are
-    carried."""
+    """One way to draft: weights (``fc`` with the feature scale folded in; an embedding and a head among them
+    are used instead of the target's) and whether rejected rows are carried."""
 
     name: str
     params: Params
@@ -118,7 +118,8 @@ class _Replay:
         target: TargetPass,
         generators: list[torch.Generator] | None,
     ) -> None:
-        self.arm, self.head, self.batch, self.target, self.generators = arm, head, batch, target, generators
+        self.arm, self.batch, self.target, self.generators = arm, batch, target, generators
+        self.head = head.of_drafter(arm.params)
         self.context = encode_rows(arm.params, arm.config, batch.features)
         self.prefix = target.prefix_kv(batch.ids) if arm.carry else None
         self.anchor = batch.prompt_lens.clone()

@@ -43,9 +43,10 @@ def run_record(args: argparse.Namespace) -> int:
     from carryover_ext.targets import TappedTarget
     from carryover_ext.training.answers import EngineBackend
     from carryover_ext.training.backends import vllm_backend
-    from carryover_ext.training.commands import features_folder, tap_ids
+    from carryover_ext.training.commands import features_folder
     from carryover_ext.training.features import claim_cache, features_meta
     from carryover_ext.training.recordings import Backend, load_prompts, record, save_atomic
+    from carryover_ext.training.shapes import tap_ids
 
     if args.features and args.backend != "engine":
         raise ValueError(f"--features: --backend {args.backend} does not give them; use --backend engine")

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
+from carryover_ext.drafters.checkpoint import EMBED, HEAD
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
 from carryover_ext.training.cost import now
 from carryover_ext.training.distributed import Ranks
@@ -128,7 +129,7 @@ class Trainer:
 
     Args:
         parameters: initial weights (see :mod:`carryover_ext.training.initial`), trained-side scaling of
-        ``fc``.
+        ``fc``. An embedding and a head among them are used instead of the target's and stay as they are.
         feature_scale: ``[F]`` factor on tapped rows.
         target: needed for ``carryover`` only.
         ranks: the processes that share each batch.
@@ -161,9 +162,12 @@ class Trainer:
                     f"sequences={settings.sequences}: there are only {count} recordings to train on at "
                     f"temperature {drawn_at:g}; take fewer sequences a step, or record more prompts"
                 )
-        self.config, self.head, self.store, self.settings, self.target = config, head, store, settings, target
+        self.config, self.store, self.settings, self.target = config, store, settings, target
+        self.head = head.of_drafter(parameters)
         self.master = {
-            k: v.to(head.device, torch.float32, copy=True).requires_grad_() for k, v in parameters.items()
+            k: v.to(head.device, torch.float32, copy=True).requires_grad_()
+            for k, v in parameters.items()
+            if k not in (EMBED, HEAD)
         }
         self.feature_scale = feature_scale.to(head.embed)
         slow = [v for k, v in self.master.items() if k != "carryover_embedding"]
@@ -402,6 +406,8 @@ class Trainer:
         """Weights by checkpoint name with the feature scale folded into ``fc.weight``."""
         weights = {k: v.detach().to("cpu", copy=True) for k, v in self.master.items()}
         weights["fc.weight"] *= self.feature_scale.float().cpu()
+        if self.config.own_vocabulary:
+            weights |= {EMBED: self.head.embed.cpu(), HEAD: self.head.head.cpu()}
         return weights
 
 

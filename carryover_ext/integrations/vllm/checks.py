@@ -34,6 +34,8 @@ def check_target(draft: Any, target: Any, name: str) -> None:
     )
     for key, of_target, what in shapes:
         made_for, found = getattr(draft, key, None), getattr(target, of_target, None)
+        if key == "target_hidden_size" and made_for is None:
+            made_for = getattr(draft, "hidden_size", None)  # as vLLM reads it
         if made_for is not None and found is not None and made_for != found:
             raise ValueError(
                 f"drafter {name!r} was made for another target: its {key}={made_for}, the target's {what} is "

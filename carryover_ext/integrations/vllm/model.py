@@ -51,6 +51,17 @@ def _require_embedding(seen: set[str], folder: str) -> None:
         )
 
 
+def _require_vocabulary(seen: set[str], config: Any, folder: str) -> None:
+    """vLLM takes what a checkpoint does not have from the target, or leaves it uninitialised."""
+    width = getattr(config, "target_hidden_size", None) or config.hidden_size
+    missing = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in seen]
+    if config.hidden_size != width and missing:
+        raise ValueError(
+            f"drafter {folder!r} has hidden_size={config.hidden_size}, its target {width}, but it has no "
+            f"{' and no '.join(missing)} of its own; write the folder with `carryover export --to vllm`"
+        )
+
+
 class _CarryoverModel(DFlashQwen3ForCausalLM):
     """What the three models share: the parameter is required, and marked rows get it."""
 
@@ -96,6 +107,7 @@ class _CarryoverModel(DFlashQwen3ForCausalLM):
         seen: set[str] = set()
         loaded = super().load_weights(_checked(weights, seen, self.config.vocab_size))
         _require_embedding(seen, self.draft_model_config.model)
+        _require_vocabulary(seen, self.config, self.draft_model_config.model)
         if self.post_norm:
             self._project_with_embedding()
         return loaded
