@@ -65,6 +65,8 @@ def save_drafter(
         "max_position_embeddings": 512,
         **HEADS,
     }
+    if changes.get("hidden_size", HIDDEN) != HIDDEN:
+        shape |= {"target_hidden_size": HIDDEN, "tie_word_embeddings": False}
     if markov:
         shape |= {"markov_rank": 16, "architectures": [DSPARK]}
     carry = changes.pop("carryover_config", CarryoverConfig())
@@ -73,7 +75,8 @@ def save_drafter(
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.dim() == 2:
-                sharp = SHARP if "markov_w2" in name else 1.0  # its bias adds to the target's logits
+                # as sharp as the target's head is
+                sharp = SHARP if name in ("markov_head.markov_w2.weight", "lm_head.weight") else 1.0
                 torch.nn.init.normal_(parameter, std=1.5 * sharp * parameter.shape[1] ** -0.5)
             elif name == "carryover_embedding":
                 torch.nn.init.normal_(parameter, std=2.0)

@@ -196,6 +196,25 @@ def test_shifted_positions_embedding_after_the_norm_and_a_reduced_vocabulary(wor
     referee.report.check(K)
 
 
+@pytest.mark.parametrize("rows", [None, 200])
+def test_another_hidden_size(world: World, rows: int | None) -> None:
+    """Half of the target's, with an embedding and a head (of all tokens, or of some) of the drafter's own."""
+    name = f"own-size-{rows}"
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    drafter = world.drafter(name, seed=9, hidden_size=models.HIDDEN // 2, draft_vocab_size=rows, **heads)
+    prompts, lengths = [random_prompt(5, 67), random_prompt(12, 68), random_prompt(2, 69)], [60, 50, 55]
+    expected = answers(world, prompts, lengths)
+    with (
+        engine.engine(world.target, drafter / "vllm", tokens=K) as llm,
+        engine.watched(llm, world.referee(drafter)) as referee,
+    ):
+        found = engine.proposer(llm)
+        assert found.carrying and found.model.lm_head.weight.shape[1] == models.HIDDEN // 2
+        out = engine.generate(llm, prompts, lengths)
+    assert out == expected
+    referee.report.check(K)
+
+
 def test_the_speculators_layout(world: World, tmp_path: Path) -> None:
     """The same drafter, read from the layout of the speculators library: it carries there as well."""
     drafter = world.drafter("reduced", seed=7, draft_vocab_size=200)
@@ -259,21 +278,27 @@ def test_scheduling(world: World, vllm_log: list[str]) -> None:
     assert not vllm_log, "the drafter's context is whole"
 
 
-@pytest.mark.parametrize("fault", ["length", "target", "embedding", "switch"])
+@pytest.mark.parametrize("fault", ["length", "target", "width", "embedding", "vocabulary", "switch"])
 def test_mistakes_are_said_at_start(world: World, tmp_path: Path, monkeypatch, fault: str) -> None:
     folder, tokens, text = tmp_path / "drafter", K, ""
-    shutil.copytree(world.drafter("dflash") / "vllm", folder)
+    own_size = {"seed": 9, "hidden_size": models.HIDDEN // 2} if fault == "vocabulary" else {}
+    shutil.copytree(world.drafter("narrow" if own_size else "dflash", **own_size) / "vllm", folder)
     config = json.loads((folder / "config.json").read_text())
     if fault == "length":
         tokens, text = K + 1, rf"num_speculative_tokens={K + 1}.*at most {K}"
     elif fault == "target":
         config["num_target_layers"] = models.LAYERS + 2
         text = "made for another target.*num_target_layers=6.*is 4"
-    elif fault == "embedding":
+    elif fault == "width":
+        config["target_hidden_size"] = models.HIDDEN * 2
+        text = "made for another target.*target_hidden_size=128.*is 64"
+    elif fault in ("embedding", "vocabulary"):
         tensors = load_file(folder / "model.safetensors")
-        del tensors["carryover_embedding"]
+        del tensors["carryover_embedding" if fault == "embedding" else "embed_tokens.weight"]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         text = "no tensor 'carryover_embedding'.*--warm-start"
+        if fault == "vocabulary":
+            text = "hidden_size=32, its target 64, but it has no embed_tokens.weight of its own"
     else:
         monkeypatch.setenv(compat.ENVIRONMENT, "yes")
         text = "CARRYOVER='yes': must be 'on' or 'off'"

@@ -84,6 +84,15 @@ def test_dspark_with_a_reduced_vocabulary(world: World) -> None:
     assert run(world, drafter, "dspark", K, 20) == "CarryoverDSparkSpeculator"
 
 
+@pytest.mark.parametrize("markov", [False, True], ids=["dflash", "dspark"])
+def test_another_hidden_size(world: World, markov: bool) -> None:
+    """Half of the target's, with an embedding and a head of the drafter's own; DSpark's of some tokens."""
+    rows = {"draft_vocab_size": 200} if markov else {}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": models.HIDDEN // 2}
+    drafter = world.drafter(f"own-size-{markov}", markov=markov, seed=9, **heads, **rows)
+    run(world, drafter, "dspark" if markov else "dflash", K, 60)
+
+
 def test_dspark_anchor_first(world: World) -> None:
     """K query rows give K drafts: the anchor's row drafts as well. The embedding comes after the norm."""
     carry = CarryoverConfig(carry_embed_at="post_norm")
