@@ -228,6 +228,16 @@ def oracle_bias(drafter: MarkovDrafter, hidden: Tensor, before: list[int]) -> Te
     return torch.stack(rows)
 
 
+def oracle_tables(drafter: DFlashDrafter, target: TappedTarget) -> tuple[Tensor, Tensor, float]:
+    """Embedding, head (rows of all tokens) and embedding scale that a drafter works with."""
+    if drafter.embed_tokens is None or drafter.lm_head is None:
+        return target.embed_weight, target.head_weight, target.embed_scale
+    head = drafter.lm_head.weight.detach()
+    if drafter.d2t is not None:
+        head = torch.zeros(drafter.config.vocab_size, head.shape[1]).index_copy_(0, drafter.d2t, head)
+    return drafter.embed_tokens.weight.detach(), head, 1.0
+
+
 def oracle_logits(
     drafter: DFlashDrafter,
     embed: Tensor,
@@ -346,15 +356,16 @@ def replay(drafter: Steered, target: TappedTarget) -> tuple[int, int, int]:
             assert int(lens[i]) == states.shape[0]
             assert int(segment_lens[i]) == rejected[i].shape[0]
             carried += rejected[i].shape[0]
+            embed, head, scale = oracle_tables(drafter, target)
             logits = oracle_logits(
                 drafter,
-                target.embed_weight,
-                target.head_weight,
+                embed,
+                head,
                 states,
                 rejected[i],
                 int(anchor[i]),
                 drafts.tokens.shape[1],
-                target.embed_scale,
+                scale,
                 [int(anchor[i]), *drafts.tokens[i, :-1].tolist()],
             )
             best = logits.topk(2, -1)

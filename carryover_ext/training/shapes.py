@@ -142,18 +142,18 @@ def _heads(args: argparse.Namespace, model_config: Any, hidden: int) -> tuple[in
     all_kv = model_config.num_key_value_heads
     group = model_config.num_attention_heads // all_kv
     heads, kv = args.heads, args.kv_heads
-    if kv is None and heads is not None:
-        kv = next(k for k in range(1, heads + 1) if heads % k == 0 and heads // k <= group)
-    elif kv is None:
-        kv = max(1, round(all_kv * hidden / model_config.hidden_size))
-    heads = kv * group if heads is None else heads
-    if heads % kv or heads // kv > group:
+    if heads is None:
+        kv = kv or max(1, round(all_kv * hidden / model_config.hidden_size))
+        return kv * group, _at_most("--kv-heads", kv, all_kv, "the KV heads")
+    choices = [kv] if kv else range(1, all_kv + 1)
+    fitting = [k for k in choices if heads % k == 0 and heads // k <= group]
+    if not fitting:
+        some = f"--kv-heads {kv}" if kv else f"a number of KV heads up to {all_kv}"
         raise ValueError(
-            f"--heads {heads}: must be a multiple of the {kv} KV heads, and at most {kv * group}, since the "
-            f"target has {group} query heads for each KV head to start from"
+            f"--heads {heads}: must be {some} times a number up to {group}, since the target has {group} "
+            "query heads for each KV head to start from"
         )
-    _at_most("--kv-heads", kv, all_kv, "the KV heads")
-    return heads, kv
+    return heads, _at_most("--kv-heads", fitting[0], all_kv, "the KV heads")
 
 
 def new_config(args: argparse.Namespace, model: Any, tokenizer: Any) -> DrafterConfig:
