@@ -139,6 +139,10 @@ def test_a_plan_that_carries(monkeypatch: pytest.MonkeyPatch) -> None:
             r"num_target_layers=4, the target's decoder layers is 6.*Serve the",
         ),
         ({"target__hidden_size": 96}, r"target_hidden_size=64, the target's hidden size is 96"),
+        (
+            {"draft__target_hidden_size": None, "draft__hidden_size": 32},
+            r"target_hidden_size=32, the target's hidden size is 64",
+        ),
         ({"target__vocab_size": 301}, r"vocab_size=300, the target's vocabulary is 301"),
         ({"speculative__num_speculative_tokens": 5}, r"num_speculative_tokens=5: .* at most 4; set"),
         (
