@@ -13,7 +13,7 @@ from tiny import Steered, SteeredMarkov, plain, prompts, replay, tiny_drafter, t
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from carryover_ext import engine
+from carryover_ext import engine, ops
 from carryover_ext.config import DSPARK, DrafterConfig
 from carryover_ext.drafters import DFlashDrafter, MarkovDrafter, load_drafter
 from carryover_ext.drafters.checkpoint import EMBED, HEAD
@@ -101,6 +101,48 @@ def test_every_draft_equals_a_plain_recomputation(kind: str) -> None:
         equal, total, carried = replay(one, tapped)
     assert out.tokens == [t[:n] for t, n in zip(truth, new, strict=True)]
     assert equal == total > 30 and carried == out.num_carried > 10
+
+
+def test_the_differentiable_forward_is_the_drafting_forward() -> None:
+    """With carried rows. Embedding and head take no gradient."""
+    one, target = drafter("reduced"), tiny_target(hidden=WIDTH)
+    one.bind(target.get_input_embeddings().weight, target.lm_head.weight)
+    rows = torch.randn(12, 2 * WIDTH, generator=torch.Generator().manual_seed(2))
+    ends, m = (torch.tensor(x, dtype=torch.int32) for x in ([[0, 7], [0, 5]], [[6], [1]]))
+    with torch.inference_mode():
+        cache = one.new_cache(1, 12)
+        one.commit(cache, rows[:7], None, ends[0], m[0])
+        one.commit(cache, rows[7:], None, ends[1], m[1])
+        expected = one.draft(cache, torch.tensor([2]), temperature=1.0).probs
+    weights = one.kv_weights(one.rotary(32))
+    where = torch.arange(12, dtype=torch.int32)
+    k, v = ops.project_kv(rows[:9], where[:9], *weights, eps=1e-5)
+    ks, vs = ops.project_kv(rows[9:], where[9:], *weights, torch.ones(3, dtype=torch.bool), eps=1e-5)
+    lens = torch.tensor([[9], [3]], dtype=torch.int32)
+    x = one.block_embeddings(torch.tensor([2]), 5)
+    hidden = one.hidden(x, k[:, None], v[:, None], lens[0], ks[:, None], vs[:, None], lens[1])
+    probs = torch.softmax(hidden[:, 1:] @ own_weights(one)[1].T, -1)
+    torch.testing.assert_close(probs, expected[..., one.d2t], rtol=1e-4, atol=1e-5)
+    probs[..., 3].sum().backward()
+    for name, p in one.named_parameters():
+        has = p.grad is not None and float(p.grad.abs().max()) > 0
+        assert has == (name not in (EMBED, HEAD)), name
+
+
+def test_bfloat16_drafts() -> None:
+    """In the precision that is decoded with, where a CPU packs the head."""
+    one, target = drafter("reduced").bfloat16(), tiny_target(hidden=WIDTH)
+    wide = drafter("reduced")
+    tables = target.get_input_embeddings().weight, target.lm_head.weight
+    probs = []
+    for some in (one, wide):
+        some.bind(*(w.to(some.dtype) for w in tables))
+        cache, ends = some.new_cache(1, 20), torch.tensor([0, 3], dtype=torch.int32)
+        rows = torch.randn(3, 2 * WIDTH, generator=torch.Generator().manual_seed(3))
+        some.commit(cache, rows, None, ends, torch.tensor([2], dtype=torch.int32))
+        probs.append(some.draft(cache, torch.tensor([0]), temperature=1.0).probs)
+    assert probs[0].abs().max() > 0.2
+    torch.testing.assert_close(probs[0], probs[1], atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -257,11 +299,11 @@ def test_training_lowers_the_loss(model, recorded, kind) -> None:  # noqa: F811
         assert name not in one.master and torch.equal(one.export_weights()[name], first[name])
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", ["whole", "markov-reduced"])
 def test_a_replay_of_training_is_what_the_engine_decodes(model, recorded, tmp_path, kind) -> None:  # noqa: F811
     """Through the file: rounds that training's forward and the drafter count are the same."""
-    one = trainer(kind, model, recorded, "carryover", 10)
-    while one.step < 10:
+    one = trainer(kind, model, recorded, "carryover", 4)
+    while one.step < 4:
         one.run_cycle()
     with torch.no_grad():
         one.master["carryover_embedding"].normal_()
@@ -271,12 +313,12 @@ def test_a_replay_of_training_is_what_the_engine_decodes(model, recorded, tmp_pa
     assert (read is None) == (vocab is None) and (vocab is None or torch.equal(read, vocab))
     store, pass_ = FeatureStore(*recorded), TargetPass(model, TAPS)
     arms = [Arm("off", weights, one.config, False), Arm("on", weights, one.config, True)]
-    tallies = evaluate_arms(arms, Head.make(pass_, vocab), store, pass_, limit=20, batch=7)
+    tallies = evaluate_arms(arms, Head.make(pass_, vocab), store, pass_, limit=6, batch=4)
     decoding = load_drafter(tmp_path, torch.float32)
     with TappedTarget(model, TAPS) as target:
         for carry, name in ((False, "off"), (True, "on")):
             rounds = 0
-            for i in range(20):
+            for i in range(6):
                 row = store.recording(i)
                 wanted = len(row.response_ids) - 1  # the first token is the prefill's
                 room = {"max_new_tokens": len(row.response_ids) + 5, "stop_token_ids": []}

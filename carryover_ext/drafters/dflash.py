@@ -68,8 +68,9 @@ class DFlashDrafter(nn.Module):
         self.carryover_embedding = nn.Parameter(torch.zeros(h)) if config.carryover else None
         self.mask_embedding = nn.Parameter(torch.zeros(h)) if mask_embedding else None
         own, head_rows = config.own_vocabulary, config.draft_vocab_size or config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, h) if own else None
-        self.lm_head = nn.Linear(h, head_rows, bias=False) if own else None
+        # frozen, as the target's are
+        self.embed_tokens = nn.Embedding(config.vocab_size, h).requires_grad_(False) if own else None
+        self.lm_head = nn.Linear(h, head_rows, bias=False).requires_grad_(False) if own else None
         d2t = None if config.draft_vocab_size is None else torch.arange(config.draft_vocab_size)
         self.register_buffer("d2t", d2t)
         self.d2t: Tensor | None
