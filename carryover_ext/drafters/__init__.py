@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import DrafterConfig
-from .checkpoint import EMBED, HEAD, check_tensors
+from .checkpoint import check_tensors
 from .dflash import DFlashDrafter, Drafts
 from .markov import MarkovDrafter
 
@@ -25,14 +25,16 @@ def load_drafter(directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def check_checkpoint(config: DrafterConfig, tensors: dict[str, Tensor], directory: str | Path) -> None:
-    """ValueError unless the tensors of a folder are those of its config, the carryover embedding aside.
+    """ValueError unless the tensors of a folder are those of its config. Whether there must be a carryover
+    embedding is the caller's to judge.
 
     Copies of the target's embedding and head are taken out of ``tensors``.
     """
     with torch.device("meta"):
         kind = MarkovDrafter if config.markov_rank > 0 else DFlashDrafter
         expected = kind(config, mask_embedding="mask_embedding" in tensors).state_dict()
-    expected.pop("carryover_embedding", None)
-    for name in {EMBED, HEAD} - set(expected):
-        tensors.pop(name, None)
-    check_tensors({k: v for k, v in tensors.items() if k != "carryover_embedding"}, expected, directory)
+    if "carryover_embedding" in tensors:
+        expected.setdefault("carryover_embedding", tensors["carryover_embedding"])
+    else:
+        expected.pop("carryover_embedding", None)
+    check_tensors(tensors, expected, directory)
