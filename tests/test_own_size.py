@@ -228,7 +228,9 @@ def start(kind: str, model: Any, heads: tuple[int, int] = (2, 1)) -> tuple[Draft
 def trainer(kind: str, model: Any, folders: tuple[Path, Path], objective: str, steps: int) -> Trainer:
     config, weights, vocab = start(kind, model)
     target = TargetPass(model, TAPS)
-    settings = TrainSettings(objective, steps=steps, sequences=3, anchors=5, cycle=2, lr=3e-3, distill=0.3)
+    settings = TrainSettings(
+        objective, steps=steps, sequences=3, anchors=5, cycle=2, lr=3e-3, distill=0.3, carry_warmup=2
+    )
     ones = torch.ones(config.num_features)
     return Trainer(config, weights, ones, Head.make(target, vocab), FeatureStore(*folders), settings, target)
 
