@@ -304,8 +304,8 @@ def test_training_lowers_the_loss(model, recorded, kind) -> None:  # noqa: F811
 @pytest.mark.parametrize("kind", ["whole", "markov-reduced"])
 def test_a_replay_of_training_is_what_the_engine_decodes(model, recorded, tmp_path, kind) -> None:  # noqa: F811
     """Through the file: rounds that training's forward and the drafter count are the same."""
-    one = trainer(kind, model, recorded, "carryover", 16)
-    while one.step < 16:
+    one = trainer(kind, model, recorded, "plain", 40)
+    while one.step < 40:
         one.run_cycle()
     with torch.no_grad():
         one.master["carryover_embedding"].normal_()
@@ -331,7 +331,7 @@ def test_a_replay_of_training_is_what_the_engine_decodes(model, recorded, tmp_pa
                     rounds += done < wanted
                     done += r.committed[0]
             assert rounds > 20 and tallies[name].total("rounds") == rounds
-            assert tallies[name].total("first_held") > 0
+    assert sum(tally.total("first_held") for tally in tallies.values()) > 0
     assert tallies["on"].total("carried_rows") > 0
 
 
