@@ -401,6 +401,9 @@ def test_at_first_the_embedding_is_trained_alone(model, recorded, objective, alo
         trainer.run_cycle()
         moved = {k for k, v in trainer.master.items() if not torch.equal(v, start[k])}
         carried = {"carryover_embedding"} if objective == "carryover" else set()
+        rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        if trainer.step <= alone:
+            assert rates == [0, 3e-3 * trainer.settings.carry_lr]
         assert moved == (
             carried if trainer.step <= alone else (set(start) - {"carryover_embedding"}) | carried
         )

@@ -296,7 +296,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr * factor * group["factor"]
         if s.objective == "carryover" and self.step < s.carry_warmup:
-            self.optimizer.param_groups[0]["lr"] = 0.0
+            slow, carry = self.optimizer.param_groups
+            slow["lr"], carry["lr"] = 0.0, s.lr * carry["factor"]
 
     def run_cycle(self) -> dict[str, float]:
         """Takes up to ``cycle * reuse`` steps; returns means over them."""
