@@ -9,8 +9,8 @@ import tiny_models
 import torch
 import torch.nn.functional as F
 from test_training import TAPS, drafter_config, model, recorded, weights_for  # noqa: F401
+from tiny import engine_rounds
 
-from carryover_ext import engine
 from carryover_ext.cli import main
 from carryover_ext.drafters import DFlashDrafter, MarkovDrafter, load_drafter
 from carryover_ext.targets import TappedTarget
@@ -194,17 +194,7 @@ def test_replay_equals_the_engine(model, recorded, kind):  # noqa: F811
     tallies = evaluate_arms(arms, Head.make(pass_, vocab), store, pass_, limit=20, batch=7)
     target = TappedTarget(model, TAPS)
     for carry, name in ((False, "off"), (True, "on")):
-        rounds = 0
-        for i in range(20):
-            row = store.recording(i)
-            wanted = len(row.response_ids) - 1  # the first token is the prefill's
-            room = {"max_new_tokens": len(row.response_ids) + config.verify_rows, "stop_token_ids": []}
-            out = engine.generate(target, drafter, [row.prompt_ids], carry=carry, **room)
-            assert out.tokens[0][: wanted + 1] == row.response_ids
-            done = 0
-            for r in out.rounds[1:]:
-                rounds += done < wanted
-                done += r.committed[0]
+        rounds = engine_rounds(target, drafter, store, 20, carry)
         assert rounds > 20 and tallies[name].total("rounds") == rounds
     target.close()
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_training import TAPS, drafter_config, recorded  # noqa: F401
-from tiny import Steered, SteeredMarkov, plain, prompts, replay, tiny_drafter, tiny_target
+from test_training import TAPS, drafter_config, llama, recorded  # noqa: F401
+from tiny import Steered, SteeredMarkov, engine_rounds, plain, prompts, replay, tiny_drafter, tiny_target
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from carryover_ext import engine, ops
 from carryover_ext.config import DSPARK, DrafterConfig
@@ -41,20 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     """As in test_training, twice as wide."""
-    torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    model = llama(WIDTH, eos_token_id=None)
     for name, p in model.named_parameters():
         if name.endswith("norm.weight"):
             p.mul_(1 + 0.3 * torch.randn_like(p))
@@ -319,17 +306,7 @@ def test_a_replay_of_training_is_what_the_engine_decodes(model, recorded, tmp_pa
     decoding = load_drafter(tmp_path, torch.float32)
     with TappedTarget(model, TAPS) as target:
         for carry, name in ((False, "off"), (True, "on")):
-            rounds = 0
-            for i in range(6):
-                row = store.recording(i)
-                wanted = len(row.response_ids) - 1  # the first token is the prefill's
-                room = {"max_new_tokens": len(row.response_ids) + 5, "stop_token_ids": []}
-                out = engine.generate(target, decoding, [row.prompt_ids], carry=carry, **room)
-                assert out.tokens[0][: wanted + 1] == row.response_ids
-                done = 0
-                for r in out.rounds[1:]:
-                    rounds += done < wanted
-                    done += r.committed[0]
+            rounds = engine_rounds(target, decoding, store, 6, carry)
             assert rounds > 20 and tallies[name].total("rounds") == rounds
     assert sum(tally.total("first_held") for tally in tallies.values()) > 0
     assert tallies["on"].total("carried_rows") > 0

@@ -30,24 +30,26 @@ from carryover_ext.training.trainer import Trainer, TrainSettings, check_trainab
 V, TAPS = 60, [0, 2]
 
 
-@pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def llama(hidden: int = 32, **ids: int | None) -> LlamaForCausalLM:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=V,
-        hidden_size=32,
+        hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
         initializer_range=0.3,
+        **ids,
     )
     return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return llama(bos_token_id=1, eos_token_id=2, pad_token_id=2)
 
 
 def drafter_config(**kw) -> DrafterConfig:

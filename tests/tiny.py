@@ -25,10 +25,27 @@ from transformers import (
 
 from carryover_ext.config import CarryoverConfig, DrafterConfig
 from carryover_ext.drafters import DFlashDrafter, Drafts, MarkovDrafter
+from carryover_ext.engine import generate
 from carryover_ext.targets import TappedTarget
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3", "gemma2", "gemma3")
 VOCAB = 24
+
+
+def engine_rounds(target: Any, drafter: Any, store: Any, count: int, carry: bool) -> int:
+    """Rounds in which the engine decodes the first ``count`` recorded answers, which must be its own."""
+    rounds = 0
+    for i in range(count):
+        row = store.recording(i)
+        wanted = len(row.response_ids) - 1  # the first token is the prefill's
+        room = {"max_new_tokens": len(row.response_ids) + drafter.config.verify_rows, "stop_token_ids": []}
+        out = generate(target, drafter, [row.prompt_ids], carry=carry, **room)
+        assert out.tokens[0][: wanted + 1] == row.response_ids
+        done = 0
+        for r in out.rounds[1:]:
+            rounds += done < wanted
+            done += r.committed[0]
+    return rounds
 
 
 @functools.cache

@@ -46,6 +46,11 @@ class _Packed:
     fast: list[tuple[Any, ...]]  # the same, with matrices in oneDNN's layout where that pays
 
 
+def _content(tensor: Tensor) -> tuple[int, int]:
+    """Changes when the tensor is another one or was written to (inference tensors do not count that)."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
 class DFlashDrafter(nn.Module):
     """Parameters carry the tensor names of the z-lab checkpoints; ``carryover_embedding [H]`` exists when the
     config enables it, ``embed_tokens.weight [V, H]`` and ``lm_head.weight [Vd, H]`` when the hidden size is
@@ -150,11 +155,10 @@ class DFlashDrafter(nn.Module):
         self._embed_scale = float(torch.tensor(scale, dtype=embed_tokens_weight.dtype))
         self._soft_cap = logit_soft_cap if c.final_logit_softcapping is None else c.final_logit_softcapping
         key = (
-            lm_head_weight.data_ptr(),
-            0 if lm_head_weight.is_inference() else lm_head_weight._version,
+            _content(lm_head_weight),
             reference.dtype,
             reference.device,
-            None if d2t is None else (d2t.data_ptr(), d2t._version),
+            None if d2t is None else _content(d2t),
         )
         if self._head_key != key:
             with (
@@ -219,7 +223,7 @@ class DFlashDrafter(nn.Module):
             if self._packed is None:
                 raise RuntimeError("pack() must run once before the drafter is compiled or exported")
             return self._packed
-        key = tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters())
+        key = tuple(map(_content, self.parameters()))
         if self._packed is None or self._packed.key != key:
             with torch.inference_mode(False), torch.no_grad():
                 empty = torch.empty(0)

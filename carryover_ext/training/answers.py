@@ -16,7 +16,7 @@ from torch import Tensor
 from carryover_ext.acceptance import Sampling, choose
 from carryover_ext.slot_cache import SlotCache
 from carryover_ext.targets import TappedTarget
-from carryover_ext.training.features import top_tokens
+from carryover_ext.training.features import ShardFeatures, top_tokens
 
 PREFILL_TOKENS = 4096  # of one forward, padding included
 
@@ -119,8 +119,8 @@ class EngineBackend:
                 keep = (~ended).nonzero()[:, 0]
                 if len(keep) == 0:
                     break
-                cache.select(keep.to(device))
                 kept = keep.to(device)
+                cache.select(kept)
                 live, ended, logits, norm = live[keep], ended[keep], logits[kept], norm[kept]
             if t == most:
                 break
@@ -151,16 +151,10 @@ class EngineBackend:
 
     def _features(self, prompts: Sequence[list[int]], answers: list[_Answer]) -> dict[str, Tensor]:
         """The file of a shard, see :mod:`carryover_ext.training.features`."""
-        lengths = [len(p) + len(a.tokens) for p, a in zip(prompts, answers, strict=True)]
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        total = int(offsets[-1])
-        top_ids = torch.zeros(total, self.top_k, dtype=torch.int32)
-        top_probs, next_probs = torch.zeros(total, self.top_k), torch.zeros(total)
-        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            rows = slice(int(offsets[i]) + len(prompt) - 1, int(offsets[i + 1]))
-            top_ids[rows], top_probs[rows] = answer.top_ids, answer.top_probs
-            next_probs[rows] = answer.next_probs
-        ids = [i for p, a in zip(prompts, answers, strict=True) for i in [*p, *a.tokens]]
-        found = {"offsets": offsets, "taps": torch.cat([a.taps for a in answers if a.taps is not None])}
-        found |= {"top_ids": top_ids, "top_probs": top_probs, "next_probs": next_probs}
-        return found | {"ids": torch.tensor(ids, dtype=torch.int32)}
+        width = self.target.hidden_size * len(self.target.tap_ids)
+        ids = [[*p, *a.tokens] for p, a in zip(prompts, answers, strict=True)]
+        shard = ShardFeatures(ids, width, self.target.dtype, self.top_k)
+        for i, answer in enumerate(answers):
+            assert answer.taps is not None
+            shard.put(i, answer.taps, answer.top_ids, answer.top_probs, answer.next_probs)
+        return shard.tensors

@@ -22,6 +22,7 @@ from carryover_ext.cli import positive
 from carryover_ext.drafters.checkpoint import WEIGHTS
 from carryover_ext.training.commands import add_device, recorded_temperature
 from carryover_ext.training.recordings import write_atomic
+from carryover_ext.training.shapes import BLOCK, DRAFT_VOCAB, LAYERS, TAPS
 
 CARRY, CONTROL = "carryover", "shifted"
 KINDS = ("dflash", "markov")
@@ -45,12 +46,12 @@ def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arm-steps", type=positive, default=1500, help="steps of each arm of a pair")
     parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--anchors", type=positive, default=32)
-    parser.add_argument("--layers", type=positive, default=2)
+    parser.add_argument("--layers", type=positive, default=LAYERS)
     for name in SIZES:
         parser.add_argument(f"--{name}", type=positive, help="see `carryover train`")
-    parser.add_argument("--taps", type=positive, default=5)
-    parser.add_argument("--block", type=positive, default=8)
-    parser.add_argument("--draft-vocab", type=int, default=8192)
+    parser.add_argument("--taps", type=positive, default=TAPS)
+    parser.add_argument("--block", type=positive, default=BLOCK)
+    parser.add_argument("--draft-vocab", type=int, default=DRAFT_VOCAB)
     parser.add_argument("--markov-rank", type=positive, default=64)
     parser.add_argument("--lr", type=float, default=1.5e-3, help="of the starts")
     parser.add_argument("--arm-lr", type=float, default=3e-4)

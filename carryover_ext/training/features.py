@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from carryover_ext.training.recordings import (
@@ -91,41 +92,56 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, (best - norm).exp(), norm
 
 
+class ShardFeatures:
+    """The tensors of a shard's file, filled recording by recording: ``offsets [R+1]``, ``taps [tokens, F]``,
+    ``top_ids`` and ``top_probs [tokens, k]``, ``next_probs`` and ``ids [tokens]``."""
+
+    def __init__(self, ids: SequenceOf[list[int]], width: int, dtype: torch.dtype, top_k: int) -> None:
+        offsets = torch.tensor([0, *map(len, ids)]).cumsum(0)
+        total = int(offsets[-1])
+        self.tensors = {
+            "offsets": offsets,
+            "taps": torch.empty(total, width, dtype=dtype),
+            "top_ids": torch.zeros(total, top_k, dtype=torch.int32),
+            "top_probs": torch.zeros(total, top_k),
+            "next_probs": torch.zeros(total),
+            "ids": all_ids(ids),
+        }
+
+    def put(self, number: int, taps: Tensor, top_ids: Tensor, top_probs: Tensor, next_probs: Tensor) -> None:
+        """A recording: ``taps`` of all its rows, the others from the prompt's last row on."""
+        start, end = self.tensors["offsets"][number : number + 2].tolist()
+        self.tensors["taps"][start:end] = taps.cpu()
+        for name, value in (("top_ids", top_ids), ("top_probs", top_probs), ("next_probs", next_probs)):
+            self.tensors[name][end - len(value) : end] = value.cpu()
+
+
 @torch.inference_mode()
 def _extract(target: TargetPass, rows: list[Recording], top_k: int, batch_tokens: int) -> dict[str, Tensor]:
-    lengths = [len(r.ids) for r in rows]
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    total, width = int(offsets[-1]), target.head.shape[1] * len(target.tap_ids)
-    taps = torch.empty(total, width, dtype=target.head.dtype)
-    top_ids = torch.zeros(total, top_k, dtype=torch.int32)
-    top_probs = torch.zeros(total, top_k, dtype=torch.float32)
-    next_probs = torch.zeros(total, dtype=torch.float32)
+    width = target.head.shape[1] * len(target.tap_ids)
+    shard = ShardFeatures([r.ids for r in rows], width, target.head.dtype, top_k)
     for picked, ids in length_batches(rows, batch_tokens):
         features, hidden = target.features(ids.to(target.device))
         for j, i in enumerate(picked):
-            first, start, length = len(rows[i].prompt_ids) - 1, int(offsets[i]), lengths[i]
-            taps[start : start + length] = features[j, :length].cpu()
+            first, length = len(rows[i].prompt_ids) - 1, len(rows[i].ids)
             logits = torch.mm(hidden[j, first:length], target.head.t()).float()
             best_ids, best_probs, norm = top_tokens(logits, top_k)
-            top_probs[start + first : start + length] = best_probs.cpu()
             chosen = ids[j, first + 1 : length, None].to(logits.device)
-            following = logits[:-1].gather(1, chosen) - norm[:-1]
-            next_probs[start + first : start + length - 1] = following[:, 0].exp().cpu()
-            top_ids[start + first : start + length] = best_ids.int().cpu()
-    found = {"offsets": offsets, "taps": taps, "top_ids": top_ids, "top_probs": top_probs}
-    found["next_probs"] = next_probs
-    return found | {"ids": all_ids(rows)}
+            following = (logits[:-1].gather(1, chosen) - norm[:-1])[:, 0].exp()
+            shard.put(i, features[j, :length], best_ids, best_probs, F.pad(following, (0, 1)))
+    return shard.tensors
 
 
-def all_ids(rows: list[Recording]) -> Tensor:
-    return torch.tensor([i for r in rows for i in r.ids], dtype=torch.int32)
+def all_ids(ids: SequenceOf[list[int]]) -> Tensor:
+    """Those of all recordings in one row, as the files hold them."""
+    return torch.tensor([i for one in ids for i in one], dtype=torch.int32)
 
 
 def _check_recordings(data: dict[str, Tensor], rows: list[Recording], file: Path, shard: Path) -> None:
     """ValueError when ``data`` was made from other recordings: its rows would be those of other tokens."""
     same = data["offsets"].diff().tolist() == [len(r.ids) for r in rows]
     if same and "ids" in data:  # files of the first versions hold the lengths alone
-        same = torch.equal(data["ids"], all_ids(rows))
+        same = torch.equal(data["ids"], all_ids([r.ids for r in rows]))
     if not same:
         raise ValueError(
             f"features: {file} was made from other recordings than {shard}; "

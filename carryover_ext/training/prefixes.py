@@ -33,7 +33,7 @@ def _extract(target: TargetPass, rows: list[Recording], batch_tokens: int) -> di
         for j, i in enumerate(picked):
             kv[int(offsets[i]) : int(offsets[i + 1])] = both[j, : lengths[i]]
     assert kv is not None
-    return {"offsets": offsets, "kv": kv, "ids": all_ids(rows)}
+    return {"offsets": offsets, "kv": kv, "ids": all_ids([r.ids for r in rows])}
 
 
 def build_prefixes(

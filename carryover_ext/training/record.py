@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 from carryover_ext.cli import positive, temperature
-from carryover_ext.training.commands import add_device, progress_bar, training_device
+from carryover_ext.training.commands import add_device, features_folder, progress_bar, training_device
+from carryover_ext.training.shapes import TAPS, tap_ids
 
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the target's features beside the recording, which training would compute anew otherwise "
         "(backend engine)",
     )
-    parser.add_argument("--taps", type=positive, default=5, help="tapped layers of the features")
+    parser.add_argument("--taps", type=positive, default=TAPS, help="tapped layers of the features")
     add_device(parser)
     parser.add_argument(
         "--shard-size", type=positive, default=256, help="prompts a shard: what a killed run can lose"
@@ -43,10 +44,8 @@ def run_record(args: argparse.Namespace) -> int:
     from carryover_ext.targets import TappedTarget
     from carryover_ext.training.answers import EngineBackend
     from carryover_ext.training.backends import vllm_backend
-    from carryover_ext.training.commands import features_folder
     from carryover_ext.training.features import claim_cache, features_meta
     from carryover_ext.training.recordings import Backend, load_prompts, record, save_atomic
-    from carryover_ext.training.shapes import tap_ids
 
     if args.features and args.backend != "engine":
         raise ValueError(f"--features: --backend {args.backend} does not give them; use --backend engine")

@@ -17,6 +17,8 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFla
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM, DFlash2Qwen3Model
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
+from carryover_ext.drafters.checkpoint import EMBED, HEAD
+
 EMBEDDING = "carryover_embedding"
 
 
@@ -54,7 +56,7 @@ def _require_embedding(seen: set[str], folder: str) -> None:
 def _require_vocabulary(seen: set[str], config: Any, folder: str) -> None:
     """vLLM takes what a checkpoint does not have from the target, or leaves it uninitialised."""
     width = getattr(config, "target_hidden_size", None) or config.hidden_size
-    missing = [name for name in ("embed_tokens.weight", "lm_head.weight") if name not in seen]
+    missing = [name for name in (EMBED, HEAD) if name not in seen]
     if config.hidden_size != width and missing:
         raise ValueError(
             f"drafter {folder!r} has hidden_size={config.hidden_size}, its target {width}, but it has no "
