@@ -25,6 +25,12 @@ class Plan:
     limit: int
 
 
+def target_width(draft: Any) -> int | None:
+    """Width of the states that a drafter's hf config was made for; as vLLM reads it, its own where none is
+    named."""
+    return getattr(draft, "target_hidden_size", None) or getattr(draft, "hidden_size", None)
+
+
 def check_target(draft: Any, target: Any, name: str) -> None:
     """ValueError when the drafter was made for another target (hf configs; absent keys are not checked)."""
     shapes = (
@@ -33,9 +39,9 @@ def check_target(draft: Any, target: Any, name: str) -> None:
         ("vocab_size", "vocab_size", "vocabulary"),
     )
     for key, of_target, what in shapes:
-        made_for, found = getattr(draft, key, None), getattr(target, of_target, None)
-        if key == "target_hidden_size" and made_for is None:
-            made_for = getattr(draft, "hidden_size", None)  # as vLLM reads it
+        width = key == "target_hidden_size"
+        made_for = target_width(draft) if width else getattr(draft, key, None)
+        found = getattr(target, of_target, None)
         if made_for is not None and found is not None and made_for != found:
             raise ValueError(
                 f"drafter {name!r} was made for another target: its {key}={made_for}, the target's {what} is "

@@ -19,6 +19,8 @@ from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
 from carryover_ext.drafters.checkpoint import EMBED, HEAD
 
+from .checks import target_width
+
 EMBEDDING = "carryover_embedding"
 
 
@@ -55,7 +57,7 @@ def _require_embedding(seen: set[str], folder: str) -> None:
 
 def _require_vocabulary(seen: set[str], config: Any, folder: str) -> None:
     """vLLM takes what a checkpoint does not have from the target, or leaves it uninitialised."""
-    width = getattr(config, "target_hidden_size", None) or config.hidden_size
+    width = target_width(config)
     missing = [name for name in (EMBED, HEAD) if name not in seen]
     if config.hidden_size != width and missing:
         raise ValueError(
