@@ -24,6 +24,11 @@ MASK_BY_TYPE = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text"})
 PREFILL_CHUNK = 1024
 
 
+def cache_argument(decoder: Any) -> str:
+    """Name of the argument that takes the cache: Transformers 5.24 renames it and warns of the old one."""
+    return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+
+
 class TappedTarget:
     """A causal language model of the Llama, Mistral, Qwen2, Qwen3 or Gemma 1-3 families, tapped at decoder
     layers.
@@ -59,8 +64,7 @@ class TappedTarget:
                 )
         self.head: nn.Linear = model.get_output_embeddings()
         self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
-        names = inspect.signature(decoder.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._cache_name = cache_argument(decoder)
         self._unpack = pack_linears([self.layers, self.head]) if pack_weights is not False else lambda: None
         self._taps: dict[int, Tensor] = {}
         self.closed = False

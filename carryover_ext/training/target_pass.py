@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
+from carryover_ext.targets import cache_argument
 from carryover_ext.training.forward import shared_prefix_attention
 
 _NAME = "carryover_shared_prefix"
@@ -135,7 +136,7 @@ class TargetPass:
         """K/V of right-padded sequences ``ids [S, T]``, for :meth:`blocks`."""
         cache = DynamicCache(config=self.model.config)
         with self._up_to_the_last_tap():
-            self.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+            self.decoder(input_ids=ids, use_cache=True, **{cache_argument(self.decoder): cache})
         used = cache.layers[: max(self.tap_ids) + 1]
         return Prefix([c.keys.transpose(1, 2) for c in used], [c.values.transpose(1, 2) for c in used])
 
