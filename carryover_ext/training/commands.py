@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "prefixes folder beside each features folder), for half the time of a fresh batch",
     )
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between saved states")
+    parser.add_argument(
+        "--validate-every",
+        type=int,
+        default=200,
+        help="steps between looks at held-out recordings (their AL beside that of training batches); 0: none",
+    )
     for f in fields(TrainSettings):
         name = "--" + f.name.replace("_", "-")
         if f.name == "objective":
@@ -211,9 +218,12 @@ def run_train(args: argparse.Namespace) -> int:
     from carryover_ext.training.features import JoinedStore
     from carryover_ext.training.target_pass import TargetPass
     from carryover_ext.training.trainer import train
+    from carryover_ext.training.validation import Validation
 
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.validate_every < 0:
+        raise ValueError(f"--validate-every {args.validate_every}: must be a number of steps, 0 for never")
     temperatures = [recorded_temperature(folder, args.temperature) for folder in args.recordings]
     if args.features and len(args.features) != len(args.recordings):
         raise ValueError(f"--features: {len(args.features)} for {len(args.recordings)} --recordings")
@@ -228,7 +238,7 @@ def run_train(args: argparse.Namespace) -> int:
     ranks = from_environment()
     if not ranks.first:
         ranks.barrier()  # the first process makes what the others read: features and the start
-    stores = []
+    stores, held_out = [], []
     for recordings, features, drawn_at in zip(
         args.recordings, args.features or [None] * len(args.recordings), temperatures, strict=True
     ):
@@ -236,6 +246,9 @@ def run_train(args: argparse.Namespace) -> int:
         keep = args.keep_prefixes and args.objective == "carryover"
         prefixes = make_prefixes(recordings, folder, target) if keep else None
         stores.append(open_store(recordings, folder, holdout=False, temperature=drawn_at, prefixes=prefixes))
+        if args.validate_every > 0:
+            with suppress(FileNotFoundError):  # none that is long enough
+                held_out.append(open_store(recordings, folder, holdout=True, temperature=drawn_at))
     store = stores[0] if len(stores) == 1 else JoinedStore(stores)
     start = args.out / "start.pt"
     source = None if args.init is None else _digest(args.init)
@@ -271,6 +284,7 @@ def run_train(args: argparse.Namespace) -> int:
     if ranks.first:
         ranks.barrier()
     trainer = Trainer(config, weights, 1 / rms, Head.make(target, vocab), store, settings, target, ranks)
+    validation = Validation(JoinedStore(held_out), trainer.head) if held_out else None
     length = sum(len(store.recording(i).ids) for i in range(len(store))) // len(store)
     operations = cost.step_operations(
         config,
@@ -298,6 +312,8 @@ def run_train(args: argparse.Namespace) -> int:
                 if "al_first" in row
                 else f"AL {row['al']:.3f}"
             )
+            if "held_out_al" in row:
+                first += f" (held out {row['held_out_al']:.3f})"
             note = f"loss {row['loss']:.3f}, {first}, slot 1 {row['slot1']:.3f}, {share:.0%} of the ceiling"
             bar.update(task, completed=int(row["step"]), note=note)
             if not bar.console.is_terminal:
@@ -308,7 +324,7 @@ def run_train(args: argparse.Namespace) -> int:
             ceiling = max(ceiling, cost.matrix_rate(target.device))
             save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, trainer.head.head)
 
-        train(trainer, args.out, show, save, args.save_every)
+        train(trainer, args.out, show, save, args.save_every, validation, max(1, args.validate_every))
     console.print(f"trained {settings.steps} steps; checkpoint in {checkpoint}", soft_wrap=True)
     ranks.close()
     return 0

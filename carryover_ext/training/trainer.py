@@ -42,6 +42,7 @@ from carryover_ext.training.losses import slot_weights, soft_cross_entropy
 from carryover_ext.training.prefixes import stack_prefixes
 from carryover_ext.training.recordings import load_saved, save_atomic, write_atomic
 from carryover_ext.training.target_pass import Prefix, TargetPass
+from carryover_ext.training.validation import Validation
 
 OBJECTIVES = ("plain", "shifted", "carryover")
 
@@ -419,11 +420,15 @@ def train(
     on_cycle: Callable[[dict[str, float]], None],
     on_save: Callable[[], None],
     save_every: float = 60.0,
+    validation: Validation | None = None,
+    validate_every: int = 200,
 ) -> None:
     """Runs to the end, resuming from ``out/state.pt``; the curve goes to ``out/curve.jsonl``.
 
     ``on_cycle`` gets the means of each cycle, ``on_save`` is called after each saved state (every
-    ``save_every`` seconds). Of several processes the first one writes.
+    ``save_every`` seconds). Of several processes the first one writes. ``validation`` adds to the cycle that
+    reaches a multiple of ``validate_every`` steps, and to the last one, how the drafter does on held-out
+    recordings.
     """
     first = trainer.ranks.first
     out.mkdir(parents=True, exist_ok=True)
@@ -442,6 +447,9 @@ def train(
         row = trainer.run_cycle()
         if not first:
             continue
+        passed = trainer.step % validate_every < row["steps"] or trainer.step >= trainer.settings.steps
+        if validation is not None and passed:
+            row |= validation(trainer.compute_weights(), trainer.config, trainer.feature_scale)
         with open(curve, "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
         on_cycle(row)

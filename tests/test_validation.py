@@ -1,0 +1,101 @@
+"""The look at held-out recordings while training: what it counts, and that training does not notice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny_models
+import torch
+from test_training import TAPS, drafter_config, make_trainer, model, recorded, weights_for  # noqa: F401
+
+from carryover_ext.cli import main
+from carryover_ext.training.draft_verify_draft import Head
+from carryover_ext.training.features import FeatureStore, JoinedStore
+from carryover_ext.training.forward import draft_hidden, encode_rows
+from carryover_ext.training.target_pass import TargetPass
+from carryover_ext.training.trainer import train
+from carryover_ext.training.validation import Validation
+
+
+@pytest.fixture(scope="module")
+def head(model):  # noqa: F811
+    return Head.make(TargetPass(model, TAPS), None)
+
+
+def test_it_counts_what_one_round_at_a_time_counts(model, recorded, head):  # noqa: F811
+    config, store = drafter_config(), FeatureStore(*recorded)
+    weights = weights_for(config, model)
+    scale = torch.linspace(0.5, 1.5, config.num_features)
+    tokens = hits = rounds = 0
+    for i in range(len(store)):
+        row = store[i]
+        ids = row.ids.tolist()
+        context = encode_rows(weights, config, row.features[None] * scale)
+        for anchor in range(row.prompt_len, len(ids) - 1):
+            embeds = head.embed[torch.tensor([[[ids[anchor], *[config.mask_token_id] * 4]]])]
+            hidden = draft_hidden(weights, config, context, torch.tensor([[anchor]]), embeds)
+            drafts = (hidden[0, 0, 1:] @ head.head.T).argmax(-1).tolist()
+            held = 0
+            while held < len(drafts) and ids[anchor + 1 + held : anchor + 2 + held] == [drafts[held]]:
+                held += 1
+            tokens, hits, rounds = tokens + held + 1, hits + (held > 0), rounds + 1
+    assert 0 < hits < rounds
+    validation = Validation(store, head, anchors=1000, batch=3)
+    assert validation(weights, config, scale) == {
+        "held_out_al": pytest.approx(tokens / rounds),
+        "held_out_slot1": pytest.approx(hits / rounds),
+    }
+
+
+def test_it_looks_at_both_temperatures_and_says_the_same_again(model, recorded, head):  # noqa: F811
+    config = drafter_config()
+    weights, scale = weights_for(config, model), torch.ones(config.num_features)
+    greedy, sampled = FeatureStore(*recorded), FeatureStore(*recorded, temperature=1.0)
+    both = Validation(JoinedStore([greedy, sampled]), head, limit=1000, anchors=1000)
+    found = both(weights, config, scale)
+    assert found == both(weights, config, scale)
+    assert sorted(i for picks in both.batches for i in picks) == list(range(len(greedy) + len(sampled)))
+    alone = [
+        Validation(s, head, anchors=1000)(weights, config, scale)["held_out_al"] for s in (greedy, sampled)
+    ]
+    assert alone[0] != alone[1]
+    assert found["held_out_al"] == pytest.approx(sum(alone) / 2, rel=0.02)  # as many anchors of each
+    assert len(Validation(greedy, head, limit=6).batches) == 1
+
+
+def test_training_takes_the_same_course_with_it(model, recorded, head, tmp_path):  # noqa: F811
+    rows = {}
+    for name, validation in (("with", Validation(FeatureStore(*recorded), head)), ("without", None)):
+        seen = rows[name] = []
+        train(
+            make_trainer(model, recorded, "plain", steps=14),
+            tmp_path / name,
+            seen.append,
+            lambda: None,
+            validation=validation,
+            validate_every=6,
+        )
+    assert [r["step"] for r in rows["with"] if "held_out_al" in r] == [6, 12, 14]
+    assert not any("held_out_al" in r for r in rows["without"])
+    assert [r["loss"] for r in rows["with"]] == [r["loss"] for r in rows["without"]]
+    written = [json.loads(line) for line in (tmp_path / "with" / "curve.jsonl").read_text().splitlines()]
+    assert written == rows["with"]
+
+
+def test_the_train_command_shows_it(tmp_path, capsys):
+    target = tiny_models.save_target(tmp_path / "target")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(12)))
+    common = [f"--target={target}"]
+    record = ["record", *common, f"--prompts={prompts}", f"--out={tmp_path}/rec", "--max-new-tokens=12"]
+    assert not main(record)
+    command = ["train", *common, f"--recordings={tmp_path}/rec", "--steps=2", "--anchors=4", "--cycle=1"]
+    command += ["--taps=1", "--mask-token=271", "--draft-vocab=0", "--layers=1"]
+    assert main([*command, f"--out={tmp_path}/a", "--validate-every=-1"]) == 2
+    assert "--validate-every -1: must be a number of steps, 0 for never" in capsys.readouterr().err
+    for name, every, looks in (("b", 1, 2), ("c", 200, 1), ("d", 0, 0)):
+        assert not main([*command, f"--out={tmp_path}/{name}", f"--validate-every={every}"])
+        lines = (tmp_path / name / "curve.jsonl").read_text().splitlines()
+        assert sum("held_out_al" in json.loads(line) for line in lines) == looks
+        assert ("held out" in capsys.readouterr().out) == (looks > 0)
