@@ -1,4 +1,4 @@
-"""``carryover demo | generate | bench | record | train | evaluate | cells | results | export | env``.
+"""``carryover demo | generate | bench | record | train | evaluate | cells | curve | results | export | env``.
 
 Nothing heavy is imported before the arguments are understood: ``carryover --help`` answers at once.
 """
@@ -24,6 +24,7 @@ TRAINING = {
     "train": ("train a drafter on recordings: baseline, then parallel draft-verify-draft", "commands"),
     "evaluate": ("acceptance length of drafters on held-out recordings", "evaluate"),
     "cells": ("train and evaluate every drafter of a results page, resumable", "cells"),
+    "curve": ("acceptance length against hours of training: a table and a plot", "curve"),
     "results": ("a page and plots from what `evaluate` and `bench` wrote", "results"),
 }
 

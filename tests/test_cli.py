@@ -31,7 +31,8 @@ def test_version(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "generate", "bench", "env", "record", "train", "evaluate", "results"]
+    "command",
+    ["demo", "generate", "bench", "env", "export", "record", "train", "evaluate", "cells", "curve", "results"],
 )
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as e:
