@@ -32,7 +32,7 @@ def test_version(capsys):
 
 @pytest.mark.parametrize(
     "command",
-    ["demo", "generate", "bench", "env", "export", "record", "train", "evaluate", "cells", "curve", "results"],
+    "demo generate bench env export record train evaluate cells curve results".split(),
 )
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as e:
