@@ -9,7 +9,7 @@ import tiny_models
 from rich.console import Console
 
 from carryover_ext import __version__, demo
-from carryover_ext.cli import build_parser, main
+from carryover_ext.cli import TRAINING, build_parser, main
 from carryover_ext.engine import Round
 
 
@@ -30,10 +30,7 @@ def test_version(capsys):
     assert e.value.code == 0 and __version__ in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "command",
-    "demo generate bench env export record train evaluate cells curve results".split(),
-)
+@pytest.mark.parametrize("command", ["demo", "generate", "bench", "env", "export", *TRAINING])
 def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as e:
         main([command, "--help"])
