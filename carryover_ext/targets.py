@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .packing import pack_linears
 from .pretrained import load_target, load_tokenizer
-from .slot_cache import ATTENTION, SlotCache, attention_mask
+from .slot_cache import ATTENTION, OPERATOR_DTYPES, OPERATOR_ROWS, SlotCache, attention_mask
 
 __all__ = ["TappedTarget", "load_target", "load_tokenizer"]
 
@@ -160,6 +160,8 @@ class TappedTarget:
 
         def make(kind: str) -> Tensor | None:
             window = self._window(kind)
+            if cache.step.lens is not None:  # the operator needs no more than the window
+                return torch.full((1, 1, 1, 1), window)
             # One row of requests of one length: every slot in use is visible, so there is nothing to mask.
             if positions.shape[1] == 1 and cache.step.start is not None and not 0 < window < used:
                 return None
@@ -177,7 +179,9 @@ class TappedTarget:
 
         The rows are written behind the committed ones and count as committed only after ``cache.advance``.
         """
-        positions = cache.begin(tokens.shape[1])
+        rows = tokens.shape[1]
+        able = self.device.type == "cpu" and self.dtype in OPERATOR_DTYPES
+        positions = cache.begin(rows, operator=able and rows <= OPERATOR_ROWS)
         config = self.config
         before = config._attn_implementation
         config._attn_implementation = ATTENTION
@@ -187,6 +191,7 @@ class TappedTarget:
                 attention_mask=self._masks(positions, cache),
                 position_ids=positions,
                 use_cache=True,
+                carryover_step=cache.step,
                 **{self._cache_name: cache},
             )
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,19 @@ def close(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-4)
 
 
+@pytest.fixture(params=["operator", "masks"])
+def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who attends: this package's operator, or PyTorch's attention with masks."""
+    if request.param == "masks":
+        monkeypatch.setattr(targets, "OPERATOR_ROWS", 0)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lengths", sorted(RAGGED))
 @pytest.mark.parametrize("rows", [1, 5])
 @torch.no_grad()
-def test_logits_and_taps(family: str, lengths: str, rows: int) -> None:
+def test_logits_and_taps(family: str, lengths: str, rows: int, attention: str) -> None:
     model, inputs = tiny_target(family), prompts(*RAGGED[lengths])
     blocks = torch.stack(prompts(*[rows] * len(inputs), seed=9))
     with TappedTarget(model, TAPS) as target:
@@ -61,7 +70,7 @@ def test_logits_and_taps(family: str, lengths: str, rows: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_rollback_is_not_advancing(family: str) -> None:
+def test_rollback_is_not_advancing(family: str, attention: str) -> None:
     """Three rounds with ragged acceptance equal whole forwards of what was kept."""
     model, inputs = tiny_target(family), prompts(4, 10)
     kept = [list(p.tolist()) for p in inputs]
@@ -95,6 +104,18 @@ def test_prefill_in_chunks(family: str, monkeypatch: pytest.MonkeyPatch) -> None
             assert cache.host_lens == [17, 5, 11]
     for a, b in zip(*results, strict=True):
         close(a, b) if a.is_floating_point() else torch.equal(a, b)
+
+
+@torch.no_grad()
+def test_dtypes_that_the_operator_does_not_take_are_masked() -> None:
+    model, inputs = copy.deepcopy(tiny_target()).half(), prompts(3, 12)
+    with TappedTarget(model) as target:
+        cache = target.new_cache(2, 40)
+        target.prefill(cache, inputs)
+        logits, _ = target.verify(cache, torch.stack(prompts(4, 4, seed=3)))
+        assert cache.step.lens is None and logits.dtype == torch.float16
+        expected, _ = stock(model, torch.cat([inputs[0], prompts(4, 4, seed=3)[0]]))
+        torch.testing.assert_close(logits[0], expected[3:], rtol=0.02, atol=0.02)
 
 
 @torch.no_grad()
