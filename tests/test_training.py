@@ -396,10 +396,11 @@ def test_state_of_other_settings_is_refused(model, recorded, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("objective", "steps", "alone"), [("carryover", 8, 4), ("carryover", 4, 2), ("shifted", 8, 0)]
+    ("objective", "steps", "alone"),
+    [("carryover", 8, 4), ("carryover", 4, 2), ("shifted", 8, 4), ("plain", 8, 0)],
 )
 def test_at_first_the_embedding_is_trained_alone(model, recorded, objective, steps, alone):
-    """For four steps, but at most half of all."""
+    """For four steps, but at most half of all; the control rests meanwhile."""
     trainer = make_trainer(model, recorded, objective, steps=steps, warmup=4)
     start = {k: v.detach().clone() for k, v in trainer.master.items()}
     while trainer.step < steps:

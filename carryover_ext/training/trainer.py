@@ -59,8 +59,9 @@ class TrainSettings:
     schedule.
     carry_lr: factor on the learning rate of the carryover embedding.
     carry_warmup: first steps of ``carryover`` in which that embedding alone is trained: at zero the rejected
-        rows enter as if they were context, and the drafter would unlearn other things to undo that. At most
-        half of the steps.
+        rows enter as if they were context, and the drafter would unlearn other things to undo that. Its
+        control ``shifted`` rests meanwhile: both train the drafter for equally many steps. At most half of
+        the steps.
     distill: share of the target's top-k distribution in the labels (the rest is the recorded token).
     l1: share of the loss that is the L1 distance to the target's top-k distribution (DSpark, arXiv
         2607.05147: 0.9, with distill 0); the rest is cross-entropy.
@@ -297,9 +298,11 @@ class Trainer:
             factor = s.final_lr + (1 - s.final_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr * factor * group["factor"]
-        if s.objective == "carryover" and self.step < min(s.carry_warmup, s.steps // 2):
-            slow, carry = self.optimizer.param_groups
-            slow["lr"], carry["lr"] = 0.0, s.lr * carry["factor"]
+        if s.objective != "plain" and self.step < min(s.carry_warmup, s.steps // 2):
+            slow, *carry = self.optimizer.param_groups
+            slow["lr"] = 0.0
+            for group in carry:
+                group["lr"] = s.lr * group["factor"]
 
     def run_cycle(self) -> dict[str, float]:
         """Takes up to ``cycle * reuse`` steps; returns means over them."""
