@@ -76,6 +76,8 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.capacity
 
+    get_max_cache_shape = get_max_length  # its name in Transformers 4
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.step.used, 0
 
