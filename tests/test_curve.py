@@ -23,7 +23,7 @@ def row(steps, seconds, al, **more):
 @pytest.fixture
 def chain(tmp_path):
     first = [row(2, 1800, 1.0), row(6, 1800, 2.0, held_out_al=1.5)]
-    second = [row(4, 3600, 9.0, al_first=3.0), row(4, 3600, 9.0, al_first=3.2, held_out_al=1.7)]
+    second = [row(4, 3600, 3.0), row(4, 3600, 3.2, held_out_al=1.7)]
     return run(tmp_path / "a", first), run(tmp_path / "b", second)
 
 
@@ -41,7 +41,7 @@ def test_table_and_plot(chain, tmp_path, capsys):
     assert not main(["curve", f"both={chain[0]},{chain[1]}", str(chain[0]), f"--out={out}"])
     text = capsys.readouterr().out
     assert "| 1.00 | 2.000 | 50.0% | 1.500 |" in text
-    assert "| 3.00 | 3.200 | - | 1.700 |" in text
+    assert "| 3.00 | 3.200 | 80.0% | 1.700 |" in text
     assert text.count("| 0.50 | 1.000 | 25.0% | - |") == 2
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -52,6 +52,9 @@ def test_table_and_plot(chain, tmp_path, capsys):
         (None, "has no curve.jsonl, so that it is no run of `carryover train`"),
         ("", "is empty; the run has not come to the end of a cycle yet"),
         ('{"step": 1', "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged ('steps')"),
+        ('{"steps": 0, "seconds": 1, "al": 1, "slot1": 0}', "a line without the figures of a cycle"),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path, capsys, text, message):
@@ -63,6 +66,15 @@ def test_what_is_no_run_is_named(tmp_path, capsys, text, message):
     error = capsys.readouterr().err
     assert message in error and str(folder) in error
     assert not (tmp_path / "c.png").exists()
+
+
+def test_names_of_folders(chain, tmp_path, monkeypatch, capsys):
+    odd = run(tmp_path / "lr=1e-3", [row(1, 1, 1.5)])
+    assert curve.read(str(odd)).name == "lr=1e-3" and curve.read(str(chain[0])).name == "a"
+    monkeypatch.chdir(chain[1])
+    assert curve.read(".").name == "b"
+    assert main(["curve", f"x={chain[0]},"]) == 2
+    assert "runs: an empty name of a folder; write NAME=FOLDER,FOLDER,..." in capsys.readouterr().err
 
 
 def test_the_plot_is_a_png(chain, capsys):

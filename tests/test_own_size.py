@@ -297,7 +297,7 @@ def test_a_replay_of_training_is_what_the_engine_decodes(model, recorded, tmp_pa
     with torch.no_grad():
         one.master["carryover_embedding"].normal_()
     vocab = start(kind, model)[2]
-    save_checkpoint(tmp_path, one.config, one.export_weights(), vocab)
+    save_checkpoint(tmp_path, one.config, one.export_weights(), vocab, one.head.head)
     weights, read = load_weights(tmp_path)
     assert (read is None) == (vocab is None) and (vocab is None or torch.equal(read, vocab))
     store, pass_ = FeatureStore(*recorded), TargetPass(model, TAPS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from carryover_ext.cli import positive
-from carryover_ext.config import DrafterConfig
+from carryover_ext.config import DSPARK, DrafterConfig
 from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic
 from carryover_ext.training.shapes import add_shape_arguments, start_config
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
@@ -192,14 +192,15 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
 
 
 def save_checkpoint(
-    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None
+    folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None, head: Tensor
 ) -> None:
-    """Writes ``config.json`` and bf16 ``model.safetensors``. Of a reduced vocabulary only the target's ids
-    are written: the rows of the target's head are taken when the drafter is bound to it, or exported."""
-    from carryover_ext.drafters.checkpoint import write_tensors
+    """Writes ``config.json`` and bf16 ``model.safetensors``; ``head [Vd, H]`` is what the drafter uses."""
+    from carryover_ext.drafters.checkpoint import reduced_vocabulary, write_tensors
 
     tensors = {k: v.to(torch.bfloat16) for k, v in weights.items()}
-    if vocab is not None:
+    if vocab is not None and DSPARK in config.architectures:
+        tensors |= reduced_vocabulary(vocab, config.vocab_size, head.to(torch.bfloat16))
+    elif vocab is not None:
         tensors["d2t"] = vocab
     config.save_pretrained(folder)
     write_tensors(folder, tensors)
@@ -321,7 +322,7 @@ def run_train(args: argparse.Namespace) -> int:
         def save() -> None:
             nonlocal ceiling  # on a shared machine the first measurement can fall into a bad moment
             ceiling = max(ceiling, cost.matrix_rate(target.device))
-            save_checkpoint(checkpoint, config, trainer.export_weights(), vocab)
+            save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, trainer.head.head)
 
         train(trainer, args.out, show, save, args.save_every, validation, max(1, args.validate_every))
     console.print(f"trained {settings.steps} steps; checkpoint in {checkpoint}", soft_wrap=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ POINTS = 12  # of a table; a plot has four times as many
 @dataclass
 class Curve:
     """A chain of runs: rows of their ``curve.jsonl``, each with the hours that it ended at, and the hours at
-    which one run ended and the next began."""
+    which one run ended and the next began. AL is the trainer's: the best token of each slot against the
+    recorded one; in the runs of a pair at the anchors where the first draft left off."""
 
     name: str
     rows: list[dict[str, float]]
@@ -68,30 +68,38 @@ def run_curve(args: argparse.Namespace) -> int:
 
 def read(text: str) -> Curve:
     """The curve of ``FOLDER`` or ``NAME=FOLDER,FOLDER,...``; ValueError where there is none."""
-    name, _, folders = text.rpartition("=")
+    name, folders = "", [text]
+    if not Path(text).is_dir():
+        name, _, rest = text.rpartition("=")
+        folders = rest.split(",")
     rows: list[dict[str, float]] = []
     joints = []
     seconds = 0.0
-    for folder in map(Path, folders.split(",")):
-        file = folder / "curve.jsonl"
-        try:
-            found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        except FileNotFoundError:
-            raise ValueError(
-                f"runs: {folder} has no curve.jsonl, so that it is no run of `carryover train`"
-            ) from None
-        except ValueError as e:
-            raise ValueError(f"runs: {file} is damaged ({e}); resume its run, which mends it") from e
-        if not found:
-            raise ValueError(f"runs: {file} is empty; the run has not come to the end of a cycle yet")
-        for row in found:
+    for folder in folders:
+        for row in _rows(folder):
             seconds += row["seconds"]
-            row["hours"] = seconds / 3600
-            if "al_first" in row:  # of two drafts the first is at uniform anchors, as in a plain run
-                row |= {"al": row["al_first"], "slot1": math.nan}  # its first slot is not counted
-            rows.append(row)
+            rows.append(row | {"hours": seconds / 3600})
         joints.append(seconds / 3600)
-    return Curve(name or Path(folders.split(",")[-1]).name, rows, joints[:-1])
+    return Curve(name or Path(folders[-1]).resolve().name, rows, joints[:-1])
+
+
+def _rows(folder: str) -> list[dict[str, float]]:
+    if not folder:
+        raise ValueError("runs: an empty name of a folder; write NAME=FOLDER,FOLDER,...")
+    file = Path(folder, "curve.jsonl")
+    try:
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        if any(row["steps"] <= 0 or row["seconds"] < 0 or not {"al", "slot1"} <= row.keys() for row in found):
+            raise ValueError("a line without the figures of a cycle")
+    except FileNotFoundError:
+        raise ValueError(
+            f"runs: {folder} has no curve.jsonl, so that it is no run of `carryover train`"
+        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"runs: {file} is damaged ({e}); resume its run, which mends it") from e
+    if not found:
+        raise ValueError(f"runs: {file} is empty; the run has not come to the end of a cycle yet")
+    return found
 
 
 def table(curve: Curve) -> str:
@@ -105,7 +113,7 @@ def table(curve: Curve) -> str:
             [
                 f"{point['hours']:.2f}",
                 f"{point['al']:.3f}",
-                "-" if math.isnan(point["slot1"]) else f"{point['slot1']:.1%}",
+                f"{point['slot1']:.1%}",
                 f"{seen[-1]:.3f}" if seen else "-",
             ]
         )
@@ -130,7 +138,7 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
         for hours in curve.joints:
             axis.axvline(hours, color=line.get_color(), linewidth=0.6, linestyle=":")
     axis.set_xlabel("hours of training")
-    axis.set_ylabel("acceptance length at uniform anchors")
+    axis.set_ylabel("acceptance length")
     axis.set_title("line: training batches; points: held-out recordings; dotted: a run went on", fontsize=9)
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)

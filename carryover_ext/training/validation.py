@@ -7,7 +7,7 @@ import torch
 from carryover_ext.config import DrafterConfig
 from carryover_ext.training.anchors import gather_rows, load_batch
 from carryover_ext.training.draft_verify_draft import Head, block_embeddings
-from carryover_ext.training.drafting import draft_round, sequence_generators
+from carryover_ext.training.drafting import draft_round
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import Params, draft_hidden, encode_rows
 
@@ -15,12 +15,13 @@ from carryover_ext.training.forward import Params, draft_hidden, encode_rows
 class Validation:
     """An estimate of the acceptance length on held-out recordings, at the same anchors each time it is asked.
 
-    The anchors are drawn uniformly, as those of training batches are, so that the two can be compared: what
-    the drafter learned by heart lies between them. (Decoding meets hard places more often; `carryover
-    evaluate` replays it.)
+    It counts what a plain run counts on its batches, so that the two can be compared and what lies between
+    them was learned by heart: the best token of each slot against the recorded one, whatever the temperature
+    of the recordings, at anchors drawn uniformly. (Decoding meets hard places more often, and sampled drafts
+    are refused by chance; `carryover evaluate` replays both.)
 
     Args:
-        store: the held-out recordings, one temperature or several.
+        store: the held-out recordings.
         limit: recordings that are looked at, taken evenly from all.
         anchors: anchors of each.
         batch: recordings looked at together.
@@ -32,14 +33,8 @@ class Validation:
         self.store, self.head, self.anchors = store, head, anchors
         count = min(limit, len(store))
         picks = [i * len(store) // count for i in range(count)]
-        picks.sort(key=lambda i: (store.temperature(i), len(store.recording(i).ids)))
-        self.batches: list[list[int]] = []
-        for i in picks:
-            last = self.batches[-1] if self.batches else []
-            if last and len(last) < batch and store.temperature(last[0]) == store.temperature(i):
-                last.append(i)
-            else:
-                self.batches.append([i])
+        picks.sort(key=lambda i: len(store.recording(i).ids))
+        self.batches = [picks[i : i + batch] for i in range(0, count, batch)]
 
     @torch.no_grad()
     def __call__(self, p: Params, config: DrafterConfig, feature_scale: torch.Tensor) -> dict[str, float]:
@@ -54,17 +49,12 @@ class Validation:
         for picks in self.batches:
             for i in picks:
                 self.store.read_ahead(i)
-        for number, picks in enumerate(self.batches):
+        for picks in self.batches:
             batch = load_batch(self.store, picks, self.anchors, draws).to(self.head.device)
             context = encode_rows(p, config, batch.features * feature_scale)
             first = block_embeddings(self.head, config, gather_rows(batch.ids, batch.anchors))
             hidden = draft_hidden(p, config, context, batch.anchors, first)
-            sampled = self.store.temperature(picks[0]) > 0
-            generators = sequence_generators(1000 * number, range(len(picks)), self.head.device)
-            _, held = draft_round(
-                p, config, hidden, self.head, batch, batch.anchors, generators if sampled else None
-            )
-            held = held[batch.valid]
+            held = draft_round(p, config, hidden, self.head, batch, batch.anchors)[1][batch.valid]
             tokens += int(held.sum()) + len(held)
             hits += int((held > 0).sum())
             rounds += len(held)
