@@ -201,9 +201,8 @@ def slot_attention(
     """
     batch, heads, rows, d = query.shape
     if carryover_step is not None and carryover_step.lens is not None:
-        assert carryover_step.fresh is not None
+        assert carryover_step.fresh is not None and attention_mask is not None
         q, k, v, k_new, v_new = (x.transpose(1, 2) for x in (query, key, value, *carryover_step.fresh))
-        window = 0 if attention_mask is None else int(attention_mask)
         return ops.segment_attention(
             q,
             k,
@@ -216,7 +215,7 @@ def slot_attention(
             v_new,
             scale=scaling,
             causal=True,
-            window=window,
+            window=int(attention_mask),
             soft_cap=softcap or 0.0,
         ), None
     packed = query.reshape(batch, key.shape[1], -1, d)

@@ -70,6 +70,7 @@ def test_what_is_no_run_is_named(tmp_path, capsys, text, message):
 
 def test_names_of_folders(chain, tmp_path, monkeypatch, capsys):
     odd = run(tmp_path / "lr=1e-3", [row(1, 1, 1.5)])
+    assert curve.read(f"n={odd}").rows == curve.read(str(odd)).rows
     assert curve.read(str(odd)).name == "lr=1e-3" and curve.read(str(chain[0])).name == "a"
     monkeypatch.chdir(chain[1])
     assert curve.read(".").name == "b"

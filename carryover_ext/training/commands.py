@@ -324,7 +324,7 @@ def run_train(args: argparse.Namespace) -> int:
             ceiling = max(ceiling, cost.matrix_rate(target.device))
             save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, trainer.head.head)
 
-        train(trainer, args.out, show, save, args.save_every, validation, max(1, args.validate_every))
+        train(trainer, args.out, show, save, args.save_every, validation, args.validate_every)
     console.print(f"trained {settings.steps} steps; checkpoint in {checkpoint}", soft_wrap=True)
     ranks.close()
     return 0

@@ -68,10 +68,9 @@ def run_curve(args: argparse.Namespace) -> int:
 
 def read(text: str) -> Curve:
     """The curve of ``FOLDER`` or ``NAME=FOLDER,FOLDER,...``; ValueError where there is none."""
-    name, folders = "", [text]
-    if not Path(text).is_dir():
-        name, _, rest = text.rpartition("=")
-        folders = rest.split(",")
+    named = "=" in text and not Path(text).is_dir()
+    name, joined = text.split("=", 1) if named else ("", text)
+    folders = joined.split(",")
     rows: list[dict[str, float]] = []
     joints = []
     seconds = 0.0

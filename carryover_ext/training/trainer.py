@@ -450,13 +450,13 @@ def train(
         row = trainer.run_cycle()
         if not first:
             continue
-        passed = trainer.step % validate_every < row["steps"] or trainer.step >= trainer.settings.steps
-        if validation is not None and passed:
+        ended = trainer.step >= trainer.settings.steps
+        if validation is not None and (ended or trainer.step % validate_every < row["steps"]):
             row |= validation(trainer.compute_weights(), trainer.config, trainer.feature_scale)
         with open(curve, "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
         on_cycle(row)
-        if time.monotonic() - saved > save_every or trainer.step >= trainer.settings.steps:
+        if time.monotonic() - saved > save_every or ended:
             trainer.save_state(state)
             on_save()
             saved = time.monotonic()
