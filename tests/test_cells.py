@@ -15,7 +15,8 @@ from carryover_ext.cli import build_parser, main
 from carryover_ext.training.cells import Part, pack, plan, run_cells, unpack
 
 SMALL = (
-    "--start-steps 2 --arm-steps 2 --sequences 2 --anchors 4 --layers 1 --taps 1 --block 4 --markov-rank 4"
+    "--short-steps 2 --short-block 3 --start-steps 2 --arm-steps 2 --sequences 2 --anchors 4 --layers 1 --taps 1 "
+    "--block 4 --markov-rank 4"
 )
 
 
@@ -48,6 +49,7 @@ def test_the_plan_has_every_cell(world, tmp_path):
     names = [part.out.name for part in parts]
     assert names == [
         *(
+            "dflash-short",
             "dflash-start",
             "dflash-shifted",
             "dflash-carryover",
@@ -71,31 +73,47 @@ def test_the_plan_has_every_cell(world, tmp_path):
             ("shifted", "carryover"),
         ]
     assert f"{tmp_path}/target/dflash-start/checkpoint" in by_name["markov-start"]
+    # only the very first steps have short blocks, and only where they would be shorter
+    assert {name for name, words in by_name.items() if "--block=3" in _joined(words)} == {"dflash-short"}
+    assert {name for name, words in by_name.items() if "--block=4" in _joined(words)} == {"dflash-start"}
+    for words in (["--short-steps", "0"], ["--short-block", "4"]):
+        names = [part.out.name for part in plan(parsed([*world[1], f"--out={tmp_path}", *words]))]
+        assert names[0] == "dflash-start" and "markov-short" not in names
+    alone = plan(parsed([*world[1], f"--out={tmp_path}", "--kinds", "markov"]))
+    assert [part.out.name for part in alone][:2] == ["markov-short", "markov-start"]
+    assert "--drafter=markov" in _joined(alone[0].words)
+
+
+def _joined(words):
+    """Options with their values."""
+    return {f"{a}={b}" for a, b in zip(words, words[1:], strict=False)}
 
 
 def test_killed_and_resumed_it_makes_all_cells(world, tmp_path, capsys):
     words = [*world[1], f"--out={tmp_path}/out", f"--pack={tmp_path}/pack"]
     seen: list[str] = []
 
-    def until_third(argv):
+    def until_fourth(argv):
         seen.append(argv[1])
-        if len(seen) == 3:
+        if len(seen) == 4:
             raise KeyboardInterrupt
         return main(argv)
 
     with pytest.raises(KeyboardInterrupt):
-        run_cells(parsed(words), until_third)
-    assert seen == ["train"] * 3 and not (tmp_path / "out" / "results.md").exists()
+        run_cells(parsed(words), until_fourth)
+    assert seen == ["train"] * 4 and not (tmp_path / "out" / "results.md").exists()
     assert run_cells(parsed(words)) == 0
     output = capsys.readouterr().out
-    assert "[3 of 10]" in output and "all 10 parts are done" in output
+    assert "[4 of 11]" in output and "all 11 parts are done" in output
     page = (tmp_path / "out" / "results.md").read_text()
     for cell in ("DFlash, T = 0", "DFlash, T = 1", "Markov, T = 0", "Markov, T = 1"):
         assert f"target, {cell}" in page
     assert run_cells(parsed(words)) == 0
-    assert "[1 of 10]" not in capsys.readouterr().out  # nothing is done twice
+    assert "[1 of 11]" not in capsys.readouterr().out  # nothing is done twice
     names = {p.name for p in (tmp_path / "pack" / "target").iterdir()}
-    assert names == {f"{k}-{a}" for k in ("dflash", "markov") for a in ("start", "shifted", "carryover")}
+    assert names == {f"{k}-{a}" for k in ("dflash", "markov") for a in ("start", "shifted", "carryover")} | {
+        "dflash-short"
+    }
     carry = load_file(tmp_path / "pack" / "target" / "markov-carryover" / "model.safetensors")
     assert "carryover_embedding" in carry and "markov_head.markov_w1.weight" in carry
 
@@ -103,7 +121,7 @@ def test_killed_and_resumed_it_makes_all_cells(world, tmp_path, capsys):
 def test_the_time_limit_ends_between_parts(world, tmp_path, capsys):
     words = [*world[1], f"--out={tmp_path}", "--minutes", "1e-9"]
     assert run_cells(parsed(words)) == 0
-    assert "0 of 10 parts are done; run the same line again" in capsys.readouterr().out
+    assert "0 of 11 parts are done; run the same line again" in capsys.readouterr().out
 
 
 def test_two_cells_in_one_place_are_refused(world, tmp_path):
@@ -134,7 +152,7 @@ def test_a_new_start_voids_what_was_made_from_the_old_one(world, tmp_path):
     weights = root / "dflash-start" / "checkpoint" / "model.safetensors"
     tensors = load_file(weights)
     save_file({k: v + 1 for k, v in tensors.items()}, weights)
-    assert [part.is_done() for part in parts] == [True, False, False, True, True]
+    assert [part.is_done() for part in parts] == [True, True, False, False, True, True]
     with pytest.raises(ValueError, match=r"--init .* was begun from other weights; use a new folder"):
         run_cells(parsed(words))
     for arm in ("dflash-shifted", "dflash-carryover"):

@@ -160,10 +160,10 @@ def test_cells_pass_the_sizes_to_new_drafters_only(tmp_path: Path) -> None:
         part.out.name: part.words for part in plan(build_parser("cells").parse_args(["cells", *words]))
     }
     sizes = ["--hidden-size", "32", "--heads", "2", "--kv-heads", "1"]
-    start = by_name["dflash-start"]
+    start = by_name["dflash-short"]
     assert start[start.index("--hidden-size") : start.index("--taps")] == sizes
-    for name in ("dflash-carryover", "dflash-shifted", "markov-start", "markov-carryover"):
-        assert not {"--hidden-size", "--heads", "--layers", "--block"} & set(by_name[name])
+    for name in ("dflash-start", "dflash-carryover", "dflash-shifted", "markov-start", "markov-carryover"):
+        assert not {"--hidden-size", "--heads", "--layers", "--taps"} & set(by_name[name])
 
 
 def test_train_evaluate_and_bench_at_half_the_size(tmp_path: Path) -> None:

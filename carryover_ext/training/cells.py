@@ -1,6 +1,6 @@
 """`carryover cells`: every drafter of a results page, trained and evaluated in one resumable run.
 
-For each target: a DFlash start; from it the pair `carryover` and its control `shifted`; a Markov start from
+For each target: a DFlash start, with short blocks first; from it the pair `carryover` and its control `shifted`; a Markov start from
 the DFlash one; its pair. Both arms of a pair take the same steps on the same recordings with the same seed.
 Every pair is replayed on the held-out answers of each recording, and the page is made of all of them.
 
@@ -42,7 +42,14 @@ def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, default=Path("runs/cells"), help="folder of all runs (resumed when it exists)"
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--start-steps", type=positive, default=4000, help="plain steps of a start")
+    parser.add_argument(
+        "--short-steps",
+        type=int,
+        default=4000,
+        help="plain steps with short blocks that a start begins with (0: none); a young drafter learns faster so",
+    )
+    parser.add_argument("--short-block", type=positive, default=4, help="rows of a block in these")
+    parser.add_argument("--start-steps", type=positive, default=4000, help="plain steps of a start behind them")
     parser.add_argument("--arm-steps", type=positive, default=1500, help="steps of each arm of a pair")
     parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--anchors", type=positive, default=32)
@@ -138,26 +145,33 @@ def _target_parts(args: argparse.Namespace, target: str, folders: Sequence[Path]
         for word in (f"--{name}", value)
     ]
     train = ["train", *common, "--recordings", *folders]
-    for name in ("sequences", "anchors", "gamma"):
+    for name in ("sequences", "anchors"):
         train += [f"--{name}", getattr(args, name)]
     parts = []
 
-    def trained(name: str, steps: int, *words: object) -> Path:
+    def trained(name: str, steps: int, *words: object, gamma: float = args.gamma) -> Path:
         out = root / name
-        line = [*train, "--out", out, "--steps", steps, *words]
+        line = [*train, "--out", out, "--steps", steps, "--gamma", gamma, *words]
         parts.append(Part([str(word) for word in line], out))
         return out / "checkpoint"
 
     for kind in args.kinds:
-        start_words: list[object] = ["--lr", args.lr, "--final-lr", 0.03, "--drafter", kind]
+        kind_words: list[object] = ["--drafter", kind]
+        if kind == "markov":
+            kind_words += ["--markov-rank", args.markov_rank]
+        start_words: list[object] = [*kind_words, "--lr", args.lr, "--final-lr", 0.03]
+        shape: list[object] = []
+        for name in ("layers", *SIZES, "taps", "draft-vocab"):
+            value = getattr(args, name.replace("-", "_"))
+            shape += [] if value is None else [f"--{name}", value]
         if kind == "markov" and "dflash" in args.kinds:
             start_words += ["--init", root / "dflash-start" / "checkpoint"]
+        elif args.short_steps > 0 and args.short_block < args.block:
+            short_words = [*kind_words, *shape, "--block", args.short_block, "--lr", 2 * args.lr]
+            short = trained(f"{kind}-short", args.short_steps, *short_words, "--final-lr", 0.3, gamma=1.0)
+            start_words += ["--init", short, "--block", args.block]
         else:
-            for name in ("layers", *SIZES, "taps", "block", "draft-vocab"):
-                value = getattr(args, name.replace("-", "_"))
-                start_words += [] if value is None else [f"--{name}", value]
-        if kind == "markov":
-            start_words += ["--markov-rank", args.markov_rank]
+            start_words += [*shape, "--block", args.block]
         start = trained(f"{kind}-start", args.start_steps, *start_words)
         arms = {
             objective: trained(
