@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from carryover_ext.cli import build_parser, main
 from carryover_ext.training.cells import Part, pack, plan, run_cells, unpack
 
 SMALL = (
-    "--short-steps 2 --short-block 3 --start-steps 2 --arm-steps 2 --sequences 2 --anchors 4 --layers 1 --taps 1 "
-    "--block 4 --markov-rank 4"
+    "--short-steps 2 --short-block 3 --start-steps 2 --arm-steps 2 --sequences 2 --anchors 4 --layers 1 "
+    "--taps 1 --block 4 --markov-rank 4"
 )
 
 
@@ -86,7 +87,7 @@ def test_the_plan_has_every_cell(world, tmp_path):
 
 def _joined(words):
     """Options with their values."""
-    return {f"{a}={b}" for a, b in zip(words, words[1:], strict=False)}
+    return {f"{a}={b}" for a, b in pairwise(words)}
 
 
 def test_killed_and_resumed_it_makes_all_cells(world, tmp_path, capsys):

@@ -1,8 +1,9 @@
 """`carryover cells`: every drafter of a results page, trained and evaluated in one resumable run.
 
-For each target: a DFlash start, with short blocks first; from it the pair `carryover` and its control `shifted`; a Markov start from
-the DFlash one; its pair. Both arms of a pair take the same steps on the same recordings with the same seed.
-Every pair is replayed on the held-out answers of each recording, and the page is made of all of them.
+For each target: a DFlash start, with short blocks first; from it the pair `carryover` and its control
+`shifted`; a Markov start from the DFlash one; its pair. Both arms of a pair take the same steps on the same
+recordings with the same seed. Every pair is replayed on the held-out answers of each recording, and the page
+is made of all of them.
 
 Each part is one of the other commands, printed as it would be typed, and each of them goes on where it was
 killed: run the same line again until it says that all is done.
@@ -46,10 +47,12 @@ def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
         "--short-steps",
         type=int,
         default=4000,
-        help="plain steps with short blocks that a start begins with (0: none); a young drafter learns faster so",
+        help="plain steps with short blocks before them (0: none): a young drafter learns faster",
     )
     parser.add_argument("--short-block", type=positive, default=4, help="rows of a block in these")
-    parser.add_argument("--start-steps", type=positive, default=4000, help="plain steps of a start behind them")
+    parser.add_argument(
+        "--start-steps", type=positive, default=4000, help="plain steps of a start behind them"
+    )
     parser.add_argument("--arm-steps", type=positive, default=1500, help="steps of each arm of a pair")
     parser.add_argument("--sequences", type=positive, default=4)
     parser.add_argument("--anchors", type=positive, default=32)
