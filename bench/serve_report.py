@@ -9,7 +9,7 @@ from typing import Any
 
 from carryover_ext.report import COLOURS, LABELS, markdown, number
 
-FORMAT = "carryover-serve/1"
+FORMAT = "carryover-serve/2"
 Record = dict[str, Any]
 
 
@@ -86,7 +86,7 @@ def row(records: list[Record], arm: str, forced: bool) -> dict[str, Any]:
         "tpot_p99": percentile(tpot, 99),
         "ttft_p50": percentile([reply["ttft"] for reply in replies], 50),
         "to_plain": paired(records, arm, "plain"),
-        "to_dflash": paired(records, arm, "dflash"),
+        "to_baseline": paired(records, arm, "baseline"),
         "to_off": paired(records, arm, "carryover-off"),
         "equal": equal,
         "compared": compared,
@@ -117,13 +117,13 @@ def document(settings: dict[str, Any], environment: dict[str, Any], records: lis
 
 def grid(cell: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     headings = ["arm", "AL", "accepted by position, %", "tok/s", "TPOT p50, ms", "TPOT p99, ms"]
-    headings += ["to plain", "to dflash", "to OFF", "equal to plain"]
+    headings += ["to plain", "to base", "to OFF", "equal to plain"]
     greedy = cell["temperature"] == 0
     body = []
     for r in cell["rows"]:
         shares = " ".join(f"{100 * share:.0f}" for share in r["per_position"]) or "-"
         times = [number(None if r[k] is None else 1e3 * r[k], 1) for k in ("tpot_p50", "tpot_p99")]
-        ratios = [number(r[k], 3, "x") for k in ("to_plain", "to_dflash", "to_off")]
+        ratios = [number(r[k], 3, "x") for k in ("to_plain", "to_baseline", "to_off")]
         same = f"{r['equal']} of {r['compared']}" if greedy and r["compared"] else "-"
         body.append([LABELS[r["arm"]], number(r["al"]), shares, number(r["tokens_per_second"], 1)])
         body[-1] += [*times, *ratios, same]

@@ -36,7 +36,7 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm("plain", None, False),
-        Arm("dflash", "baseline", False),
+        Arm("baseline", "baseline", False),
         Arm("carryover-off", "carryover", False),
         Arm("carryover", "carryover", True),
     )
@@ -78,7 +78,7 @@ class UserError(Exception):
 
 
 def parse_arms(text: str) -> list[str]:
-    """``"plain,dflash"`` as a list of known arms, in the order of :data:`ARMS`."""
+    """``"plain,baseline"`` as a list of known arms, in the order of :data:`ARMS`."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in ARMS]
     if unknown or not names:
@@ -164,7 +164,7 @@ def checkpoint_folder(settings: Settings, which: str) -> Path:
                 "a drafter is a folder with config.json and model.safetensors"
             )
         return folder
-    folder = CHECKPOINTS / settings.target / ("carryover" if which == "carryover" else "dflash")
+    folder = CHECKPOINTS / settings.target / which
     if not (folder / "config.json").is_file():
         known = sorted(p.name for p in CHECKPOINTS.glob("*") if p.is_dir())
         where = (

@@ -100,7 +100,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, 256)
     parser.add_argument("prompt", help="the user's turn; '-' reads it from standard input")
     parser.add_argument("--arm", choices=tuple(bench.ARMS), default="carryover")
-    parser.add_argument("--baseline", help="folder of the baseline drafter, for --arm dflash")
+    parser.add_argument("--baseline", help="folder of the baseline drafter, for --arm baseline")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--rounds", action="store_true", help="show which tokens came from one verification")

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-FORMAT = "carryover-bench/1"
-LABELS = {"plain": "plain", "dflash": "dflash", "carryover-off": "OFF", "carryover": "ON"}
-COLOURS = {"plain": "#9a9a9a", "dflash": "#4477aa", "carryover-off": "#e8c48a", "carryover": "#cc5a1e"}
+FORMAT = "carryover-bench/2"
+LABELS = {"plain": "plain", "baseline": "base", "carryover-off": "OFF", "carryover": "ON"}
+COLOURS = {"plain": "#9a9a9a", "baseline": "#4477aa", "carryover-off": "#e8c48a", "carryover": "#cc5a1e"}
 ALL = "all"
 
 Record = dict[str, Any]
@@ -75,14 +75,14 @@ def summarize(records: Sequence[Record], arms: Sequence[str]) -> list[Row]:
     """One row a task, in order of appearance, and a last row ``all``; each has a cell an arm.
 
     ``to_plain`` and ``to_baseline`` in a cell are ratios of tokens/s against the arms ``plain`` and
-    ``dflash`` (None where that arm did not run)."""
+    ``baseline`` (None where that arm did not run)."""
     tasks = list(dict.fromkeys(record["task"] for record in records))
     rows = []
     for task in [*tasks, ALL]:
         chosen = [record for record in records if task in (ALL, record["task"])]
         cells = {arm: cell(record for record in chosen if record["arm"] == arm) for arm in arms}
         for one in cells.values():
-            for key, reference in (("to_plain", "plain"), ("to_baseline", "dflash")):
+            for key, reference in (("to_plain", "plain"), ("to_baseline", "baseline")):
                 reference_rate = cells[reference]["tokens_per_second"] if reference in cells else None
                 one[key] = ratio(one["tokens_per_second"], reference_rate)
         rows.append(
@@ -134,7 +134,7 @@ def document(
     arms = settings["arms"]
     gains = {
         f"{arm}/{over}": al_gain(records, arm, over)
-        for arm, over in (("carryover", "dflash"), ("carryover", "carryover-off"))
+        for arm, over in (("carryover", "baseline"), ("carryover", "carryover-off"))
         if arm in arms and over in arms
     }
     return {
@@ -197,7 +197,7 @@ def task_columns(arms: Sequence[str]) -> list[tuple[str, str, str]]:
     drafted = [arm for arm in arms if arm != "plain"]
     columns = [(f"AL\n{LABELS[arm]}", arm, "al") for arm in drafted]
     columns += [(f"tok/s\n{LABELS[arm]}", arm, "tokens_per_second") for arm in arms]
-    for over, key in (("plain", "to_plain"), ("dflash", "to_baseline")):
+    for over, key in (("plain", "to_plain"), ("baseline", "to_baseline")):
         if drafted and over in arms and drafted[-1] != over:
             columns.append((f"{LABELS[drafted[-1]]} /\n{over}", drafted[-1], key))
     return columns
@@ -231,7 +231,7 @@ def arm_grid(rows: Sequence[Row], arms: Sequence[str]) -> tuple[list[str], list[
     """Headings and cells, as text, of the table by arm (all tasks together)."""
     cells = [rows[-1]["arms"][arm] for arm in arms]
     equality = equality_columns([[c] for c in cells])
-    headings = ["arm", "AL", "carried\n/round", "tok/s", "to\nplain", "to\ndflash", *(h for h, _ in equality)]
+    headings = ["arm", "AL", "carried\n/round", "tok/s", "to\nplain", "to\nbase", *(h for h, _ in equality)]
     body = []
     for index, (arm, c) in enumerate(zip(arms, cells, strict=True)):
         drafted = arm != "plain"
@@ -273,7 +273,11 @@ def markdown(grid: tuple[list[str], list[list[str]]]) -> str:
 
 def gain_text(arm: str, over: str, gain: dict[str, float], what: str = "prompts") -> str:
     """One sentence for people about a gain in AL and its interval."""
-    names = {"carryover": "Carryover ON", "carryover-off": "Carryover OFF", "dflash": "the baseline drafter"}
+    names = {
+        "carryover": "Carryover ON",
+        "carryover-off": "Carryover OFF",
+        "baseline": "the baseline drafter",
+    }
     return (
         f"AL of {names[arm]} over {names[over]}: {gain['gain']:+.1%} "
         f"(95 % interval over {gain['prompts']} {what}: {gain['low']:+.1%} to {gain['high']:+.1%})"
@@ -327,7 +331,7 @@ def headline(doc: dict[str, Any]) -> str:
     if not on or on["al"] is None:
         return "Tokens a verification, and speed, by task"
     line = f"Carryover: {on['al']:.2f} tokens a verification"
-    gain = doc["al_gain"].get("carryover/dflash")
+    gain = doc["al_gain"].get("carryover/baseline")
     if gain:
         line += f" ({gain['gain']:+.1%} over the baseline drafter)"
     if on["to_plain"] is not None:
@@ -346,7 +350,7 @@ def plot(doc: dict[str, Any], path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, arms = doc["rows"], list(doc["settings"]["arms"])
     drafted = [arm for arm in arms if arm != "plain"]
-    names = {"plain": "plain decoding", "dflash": "DFlash drafter (baseline)"}
+    names = {"plain": "plain decoding", "baseline": "baseline drafter"}
     names |= {"carryover-off": "Carryover, carried rows left out (OFF)", "carryover": "Carryover (ON)"}
     panels = [("al", "tokens a verification (AL)", drafted), ("tokens_per_second", "tokens / s", arms)]
     panels = [panel for panel in panels if panel[2]]

@@ -69,7 +69,7 @@ def test_missing_file_empty_file_and_unknown_task(tmp_path):
 def test_arms_come_in_a_fixed_order():
     assert bench.parse_arms("carryover, plain") == ["plain", "carryover"]
     for text in ("plain,eagle", "", ","):
-        with pytest.raises(UserError, match="choose from plain, dflash, carryover-off, carryover"):
+        with pytest.raises(UserError, match="choose from plain, baseline, carryover-off, carryover"):
             bench.parse_arms(text)
 
 
@@ -102,7 +102,7 @@ def test_answers_count_only_verifications_a_request_took_part_in():
     assert (first["tokens"], first["committed"], first["rounds"], first["carried"]) == (6, 5, 2, 7)
     assert (second["tokens"], second["committed"], second["rounds"], second["drafted"]) == (2, 1, 1, 5)
     # micro-average: (5 + 1) tokens in (2 + 1) rounds, the same as the engine's own statistic
-    record = {"task": "t", "arm": "dflash", "seconds": 2.0, "answers": [first, second]}
+    record = {"task": "t", "arm": "baseline", "seconds": 2.0, "answers": [first, second]}
     assert report.cell([record])["al"] == pytest.approx(2.0) == output.acceptance_length
 
 
@@ -141,7 +141,7 @@ def folders(tmp_path_factory):
     return {
         "target": tiny_models.save_target(root / "target"),
         "drafter": tiny_models.save_drafter(root / "carryover", True),
-        "baseline": tiny_models.save_drafter(root / "dflash", False),
+        "baseline": tiny_models.save_drafter(root / "baseline", False),
         "root": root,
     }
 
@@ -167,13 +167,13 @@ def test_bench_end_to_end_in_float32(folders, prompts, tmp_path, capsys):
     assert "all (3)" in text and "bench.json" in text and "9 of 9" in text
     assert [r["task"] for r in doc["rows"]] == ["qa", "math", "all"]
     average = doc["rows"][-1]["arms"]
-    for arm in ("dflash", "carryover-off", "carryover"):
+    for arm in ("baseline", "carryover-off", "carryover"):
         assert average[arm]["equal"] == average[arm]["compared"] == 3
         assert average[arm]["al"] >= 1.0
     drafted = {r["arm"]: sum(a["drafted"] for a in r["answers"]) for r in doc["records"]}
     assert drafted["plain"] == 0 and all(drafted[arm] > 0 for arm in drafted if arm != "plain")
     assert average["carryover"]["carried"] > 0
-    assert average["carryover-off"]["carried"] == average["dflash"]["carried"] == 0
+    assert average["carryover-off"]["carried"] == average["baseline"]["carried"] == 0
     assert average["plain"]["al"] == 1.0
     assert doc["settings"]["block"] == 6 and "torch" in doc["environment"]["summary"]
     assert len(doc["records"]) == 3 * 4

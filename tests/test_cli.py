@@ -19,7 +19,7 @@ def models(tmp_path_factory):
     return [
         f"--target={tiny_models.save_target(root / 'target')}",
         f"--drafter={tiny_models.save_drafter(root / 'carryover', True)}",
-        f"--baseline={tiny_models.save_drafter(root / 'dflash', False)}",
+        f"--baseline={tiny_models.save_drafter(root / 'baseline', False)}",
         "--dtype=float32",
     ]
 
@@ -54,7 +54,7 @@ def test_module_entry_point():
 def test_defaults_of_the_demo():
     args = build_parser().parse_args(["demo"])
     assert (args.target, args.max_new_tokens, args.per_task, args.full) == ("smollm2-135m", 48, 3, False)
-    assert args.arms == "plain,dflash,carryover-off,carryover" and args.dtype == "bfloat16"
+    assert args.arms == "plain,baseline,carryover-off,carryover" and args.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_defaults_of_the_demo():
         (["bench", "--prompts=nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
         (["bench", "--prompts=demo", "--arms=eagle"], "unknown arm eagle; choose from plain"),
         (["bench", "--prompts=demo", "--tasks=poetry"], "no task poetry; it has chat"),
-        (["bench", "--prompts=demo", "--target=a-model", "--arms=dflash"], "--baseline"),
+        (["bench", "--prompts=demo", "--target=a-model", "--arms=baseline"], "--baseline"),
         (["generate", " "], "prompt: is empty"),
     ],
 )
@@ -100,7 +100,7 @@ def test_env(capsys):
     assert "targets cached" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arm", ["plain", "dflash", "carryover-off", "carryover"])
+@pytest.mark.parametrize("arm", ["plain", "baseline", "carryover-off", "carryover"])
 def test_generate_gives_the_same_text_with_every_arm(models, arm, capsys):
     assert main(["generate", "Hello there", *models, f"--arm={arm}", "--tokens=16"]) == 0
     text = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_demo_end_to_end(models, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "round" in text and "all (2)" in text and "6 of 6" in text
     doc = json.loads((out / "demo.json").read_text(encoding="utf-8"))
-    assert {r["arm"] for r in doc["records"]} == {"plain", "dflash", "carryover-off", "carryover"}
+    assert {r["arm"] for r in doc["records"]} == {"plain", "baseline", "carryover-off", "carryover"}
     assert (out / "demo.png").stat().st_size > 10_000
 
 

@@ -96,7 +96,7 @@ def test_each_arm_counts_every_recording_once(world):
     out = folder / "both.json"
     assert not main([*run[:-1], f"--out={out}", f"--drafter={folder}/carry", f"--baseline={folder}/plain"])
     doc = json.loads(out.read_text())
-    assert list(doc["arms"]) == ["dflash", "carryover-off", "carryover"]
+    assert list(doc["arms"]) == ["baseline", "carryover-off", "carryover"]
     assert doc["settings"]["recordings"] == 4
 
 

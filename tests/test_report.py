@@ -6,7 +6,7 @@ import pytest
 
 from carryover_ext import report
 
-ARMS = ["plain", "dflash", "carryover-off", "carryover"]
+ARMS = ["plain", "baseline", "carryover-off", "carryover"]
 
 
 def answer(name, tokens, rounds, carried=0, equal=None, difference=None):
@@ -36,11 +36,11 @@ def example():
     bad = {"index": 5, "gap": 3.0, "rounding": 0.2, "ulp": 0.1, "explained": False}
     return [
         rec("math", "plain", 10.0, answer("m1", 99, 99, equal=None)),
-        rec("math", "dflash", 5.0, answer("m1", 99, 45, equal=True)),
+        rec("math", "baseline", 5.0, answer("m1", 99, 45, equal=True)),
         rec("math", "carryover-off", 5.0, answer("m1", 99, 45, equal=True)),
         rec("math", "carryover", 4.0, answer("m1", 99, 33, carried=66, equal=False, difference=tie)),
         rec("qa", "plain", 2.0, answer("q1", 9, 9), prefill=1.0),
-        rec("qa", "dflash", 2.0, answer("q1", 9, 9, equal=True), prefill=1.0),
+        rec("qa", "baseline", 2.0, answer("q1", 9, 9, equal=True), prefill=1.0),
         rec("qa", "carryover-off", 2.0, answer("q1", 9, 9, equal=True)),
         rec("qa", "carryover", 1.0, answer("q1", 9, 3, carried=10, equal=False, difference=bad)),
     ]
@@ -58,7 +58,7 @@ def test_acceptance_length_is_micro_averaged():
     assert rows[0]["arms"]["carryover"]["al"] == pytest.approx(99 / 33)
     assert rows[1]["arms"]["carryover"]["al"] == pytest.approx(9 / 3)
     # (99 + 9) / (45 + 9) = 2.0, not the mean of 2.2 and 1.0
-    assert rows[2]["arms"]["dflash"]["al"] == pytest.approx(2.0)
+    assert rows[2]["arms"]["baseline"]["al"] == pytest.approx(2.0)
     assert rows[2]["prompts"] == 2
 
 
@@ -77,7 +77,7 @@ def test_rates_and_ratios():
 def test_differences_are_counted_by_kind():
     d = doc()
     average = d["rows"][-1]["arms"]
-    assert (average["dflash"]["equal"], average["dflash"]["compared"]) == (2, 2)
+    assert (average["baseline"]["equal"], average["baseline"]["compared"]) == (2, 2)
     c = average["carryover"]
     assert (c["equal"], c["compared"], c["explained"], c["unexplained"]) == (0, 2, 1, 1)
     assert report.unexplained(d) == 1
@@ -108,7 +108,7 @@ def test_empty_records():
     rows = report.summarize([], ARMS)
     assert [row["task"] for row in rows] == ["all"]
     assert rows[0]["arms"]["carryover"]["al"] is None
-    assert report.al_gain([], "carryover", "dflash") is None
+    assert report.al_gain([], "carryover", "baseline") is None
 
 
 def test_grid_has_one_value_a_heading():
@@ -122,12 +122,12 @@ def test_grid_has_one_value_a_heading():
 
 
 def test_gain_and_its_interval():
-    gain = report.al_gain(example(), "carryover", "dflash")
+    gain = report.al_gain(example(), "carryover", "baseline")
     assert gain["gain"] == pytest.approx((108 / 36) / (108 / 54) - 1)  # +50 %
     # resampling two prompts gives one of three gains: only m1 (45/33), both, only q1 (9/3)
     assert gain["low"] == pytest.approx(45 / 33 - 1) and gain["high"] == pytest.approx(2.0)
-    assert report.al_gain(example(), "carryover", "dflash") == gain  # seeded
-    same = report.al_gain(example(), "carryover-off", "dflash")
+    assert report.al_gain(example(), "carryover", "baseline") == gain  # seeded
+    same = report.al_gain(example(), "carryover-off", "baseline")
     assert same["gain"] == same["low"] == same["high"] == 0.0
 
 
@@ -137,7 +137,7 @@ def test_document_survives_json(tmp_path):
     again = json.loads(path.read_text(encoding="utf-8"))
     assert again["format"] == report.FORMAT
     assert report.summarize(again["records"], again["settings"]["arms"]) == again["rows"]
-    assert set(again["al_gain"]) == {"carryover/dflash", "carryover/carryover-off"}
+    assert set(again["al_gain"]) == {"carryover/baseline", "carryover/carryover-off"}
 
 
 def test_headline_tells_the_numbers():
@@ -147,7 +147,7 @@ def test_headline_tells_the_numbers():
     )
 
 
-@pytest.mark.parametrize("arms", [ARMS, ["plain"], ["carryover"], ["dflash", "carryover"]])
+@pytest.mark.parametrize("arms", [ARMS, ["plain"], ["carryover"], ["baseline", "carryover"]])
 def test_plot_is_a_png(tmp_path, arms):
     d = doc([r for r in example() if r["arm"] in arms])
     d["settings"]["arms"] = arms
@@ -185,7 +185,7 @@ def test_a_written_result_can_be_shown_again(tmp_path, capsys):
     report.main([str(path)])
     text = capsys.readouterr().out
     assert (
-        "| task | AL dflash | AL OFF | AL ON |" in text
+        "| task | AL base | AL OFF | AL ON |" in text
         and "| carryover | 3.00 | 2.1 | 22.0 | 2.40x | 1.40x | 0 of 2 | 1 | 1 |" in text
     )
     assert "+50.0%" in text and (tmp_path / "demo.png").exists()

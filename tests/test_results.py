@@ -21,7 +21,7 @@ def tally(rounds: dict[str, list[int]], **counts: float) -> Tally:
 
 def example() -> dict:
     arms = {
-        "dflash": tally({"chat": [40, 30], "code": [20, 24]}),
+        "baseline": tally({"chat": [40, 30], "code": [20, 24]}),
         "carryover-off": tally({"chat": [40, 30], "code": [22, 24]}),
         "carryover": tally(
             {"chat": [36, 28], "code": [20, 21]},
@@ -47,7 +47,7 @@ def test_document_holds_rates_and_gains():
     assert doc["tasks"] == ["chat", "code", "all"]
     assert doc["arms"]["carryover"]["all"]["al"] == pytest.approx(240 / 105)
     assert doc["arms"]["carryover"]["chat"]["al"] == pytest.approx(120 / 64)
-    assert doc["gains"]["carryover/dflash"]["all"]["gain"] == pytest.approx(114 / 105 - 1)
+    assert doc["gains"]["carryover/baseline"]["all"]["gain"] == pytest.approx(114 / 105 - 1)
     assert doc["gains"]["carryover/carryover-off"]["code"]["gain"] == pytest.approx(46 / 41 - 1)
     on = doc["arms"]["carryover"]["all"]
     assert (on["recall1"], on["off_recall1"], on["reconvergence"]) == (0.4, 0.38, 0.12)
@@ -99,13 +99,13 @@ def test_decoded_documents_are_shown():
     [
         ("[1, 2]", "not a JSON object"),
         ("{", "not a JSON object"),
-        ('{"format": "other"}', "format 'other'; expected 'carryover-evaluate/1' or 'carryover-bench/1'"),
-        ('{"format": "carryover-evaluate/1"}', "lacks settings, tasks, arms, gains; make it again"),
-        ('{"format": "carryover-bench/1"}', "lacks settings, rows, al_gain; make it again"),
+        ('{"format": "other"}', "format 'other'; expected 'carryover-evaluate/2' or 'carryover-bench/2'"),
+        ('{"format": "carryover-evaluate/2"}', "lacks settings, tasks, arms, gains; make it again"),
+        ('{"format": "carryover-bench/2"}', "lacks settings, rows, al_gain; make it again"),
         (
-            '{"format": "carryover-evaluate/1", "settings": {}, "tasks": [], "gains": {}, '
-            '"arms": {"dflash": 1}}',
-            "no Carryover arm, only dflash",
+            '{"format": "carryover-evaluate/2", "settings": {}, "tasks": [], "gains": {}, '
+            '"arms": {"baseline": 1}}',
+            "no Carryover arm, only baseline",
         ),
     ],
 )

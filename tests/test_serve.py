@@ -84,7 +84,7 @@ def test_counters(url: str) -> None:
 
 def test_requests(url: str) -> None:
     Handler.asked.clear()
-    server = serve.Server("dflash", url, None, Path("log"))
+    server = serve.Server("baseline", url, None, Path("log"))
     record = serve.drive(server, [[1, 2], [3]], options(), 2, 0.5, 3)
     assert [reply["text"] for reply in record["replies"]] == ["abcd", "abcd"]
     assert all(reply["tokens"] == 7 and reply["tpot"] >= 0 for reply in record["replies"])
@@ -120,7 +120,7 @@ def test_the_baseline_gets_a_zero_embedding_where_the_plugin_must_mend(tmp_path:
     args = options(target=str(target), baseline=str(baseline), out=tmp_path / "out")
     for gpu in (True, False):
         monkeypatch.setattr(serve, "on_gpu", lambda gpu=gpu: gpu)
-        serve.export_drafters(args, [bench.ARMS["plain"], bench.ARMS["dflash"]], sampled)
+        serve.export_drafters(args, [bench.ARMS["plain"], bench.ARMS["baseline"]], sampled)
         config = json.loads((tmp_path / "out" / "drafters" / "baseline" / "config.json").read_text())
         carries = config["architectures"] == ["DFlashCarryoverDraftModel"]
         assert carries == (sampled and not gpu)

@@ -316,7 +316,7 @@ def test_smollm2_greedy_is_lossless(batch: int) -> None:
 SHIPPED = Path(__file__).parent.parent / "carryover_ext" / "checkpoints" / "smollm2-135m"
 
 
-@pytest.mark.parametrize("name", ["dflash", "carryover"])
+@pytest.mark.parametrize("name", ["baseline", "carryover"])
 def test_shipped_checkpoint(name: str) -> None:
     from carryover_ext.drafters import DFlashDrafter
 

@@ -31,8 +31,8 @@ from carryover_ext.training.evaluation import Arm, Tally, as_compute, evaluate_a
 from carryover_ext.training.recordings import write_atomic
 from carryover_ext.training.trainer import check_trainable
 
-FORMAT = "carryover-evaluate/1"
-PAIRS = (("carryover", "dflash"), ("carryover", "carryover-off"))
+FORMAT = "carryover-evaluate/2"
+PAIRS = (("carryover", "baseline"), ("carryover", "carryover-off"))
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def _load_arms(
     arms: list[Arm] = []
     vocab: Tensor | None = None
     for option, folder, names in (
-        ("--baseline", args.baseline, ("dflash",)),
+        ("--baseline", args.baseline, ("baseline",)),
         ("--drafter", args.drafter, ("carryover-off", "carryover")),
     ):
         if folder is None:
@@ -99,7 +99,7 @@ def _load_arms(
                 f"{arms[0].config.target_layer_ids}; evaluate them one by one, each with its own --features"
             )
         vocab = own
-        for name in names if config.carryover else ("dflash",):
+        for name in names if config.carryover else ("baseline",):
             arms.append(Arm(name, as_compute(weights, dtype, device), config, name == "carryover"))
     return arms, vocab
 

@@ -15,7 +15,7 @@ from carryover_ext.training.evaluate import FORMAT
 from carryover_ext.training.recordings import write_atomic
 
 Document = dict[str, Any]
-BASELINE, OFF = "carryover/dflash", "carryover/carryover-off"
+BASELINE, OFF = "carryover/baseline", "carryover/carryover-off"
 KINDS = {"dflash": "DFlash", "markov": "Markov"}
 
 
@@ -92,7 +92,7 @@ def row(doc: Document, task: str) -> list[str]:
     """Cells of one task: AL of the arms, gains, and what the carried rows did."""
     arms, on = doc["arms"], doc["arms"]["carryover"][task]
     lengths = [
-        f"{arms[a][task]['al']:.3f}" if a in arms else "-" for a in ("dflash", "carryover-off", "carryover")
+        f"{arms[a][task]['al']:.3f}" if a in arms else "-" for a in ("baseline", "carryover-off", "carryover")
     ]
     recalls = [f"{share(on[f'off_recall{k}'])} -> {share(on[f'recall{k}'])}" for k in (1, 16)]
     gains = [percent(gains_of(doc, pair, task)) for pair in (BASELINE, OFF)]
