@@ -116,7 +116,10 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "source", help="folder of a drafter: of this package, z-lab's, DeepSpec's, or exported"
     )
     parser.add_argument(
-        "--to", required=True, choices=("vllm", "speculators", "zlab"), help="who will read it"
+        "--to",
+        required=True,
+        choices=("vllm", "speculators", "zlab", "compact"),
+        help="who will read it (compact: this package, smallest)",
     )
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--target", help=f"{TARGET}, a folder, or a hub id: for the rows of its head")

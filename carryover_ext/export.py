@@ -1,5 +1,5 @@
 """Checkpoints in the layouts that other programs read: vLLM with this package's plugin, the speculators
-library, and z-lab's and DeepSpec's own code.
+library, and z-lab's and DeepSpec's own code; and the smallest form for this package.
 
 The differences that matter: names of the architectures; whether a reduced draft vocabulary is there, and as
 what (``d2t`` as target ids or as distances to the row, with the head's rows beside it); how taps are counted;
@@ -34,7 +34,7 @@ from .drafters.checkpoint import (
 from .integrations.vllm import DFLASH_ARCHITECTURE, DSPARK_ARCHITECTURE
 
 EMBEDDING = "carryover_embedding"
-FORMATS = ("vllm", "speculators", "zlab")
+FORMATS = ("vllm", "speculators", "zlab", "compact")
 WRITTEN = frozenset(  # architectures of what this module writes, which it may write again
     {
         DFLASH_ARCHITECTURE,
@@ -84,7 +84,8 @@ def export_checkpoint(
     Args:
         source: a folder that this package loads: its own, z-lab's DFlash, DeepSpec's DSpark, or one that was
             exported for vLLM.
-        to: ``vllm``, ``speculators`` or ``zlab``.
+        to: ``vllm``, ``speculators``, ``zlab``, or ``compact`` (for this package alone, without the head's
+            rows of a reduced draft vocabulary, which the target has as well).
         target: the target's folder, hub id or name. Needed where its head's rows are written: for a reduced
             draft vocabulary (``vllm``, unless the drafter has its own head) and always for ``speculators``.
         plain: leave the carryover embedding out: the result is a plain DFlash or DSpark checkpoint.
@@ -122,6 +123,7 @@ def export_checkpoint(
         "vllm": _to_vllm,
         "speculators": _to_speculators,
         "zlab": _to_zlab,
+        "compact": _to_compact,
     }
     folder = Path(out)
     if "sliding_attention" in (config.layer_types or ()):
@@ -262,6 +264,16 @@ def _to_vllm(c: _Checkpoint) -> dict[str, Any]:
     else:
         architectures = [DSPARK] if c.markov else ["DFlashDraftModel"]
     return dataclasses.replace(c.config, architectures=architectures).to_dict()
+
+
+def _to_compact(c: _Checkpoint) -> dict[str, Any]:
+    if c.markov and "d2t" in c.tensors:  # as distances, like everywhere in a DSpark checkpoint
+        c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, None)
+        if not c.config.own_vocabulary:
+            c.notes.append(
+                "other readers of DSpark checkpoints miss the head's rows; export to 'vllm' for them"
+            )
+    return dataclasses.replace(c.config, architectures=[DSPARK if c.markov else "DFlashDraftModel"]).to_dict()
 
 
 def _to_zlab(c: _Checkpoint) -> dict[str, Any]:

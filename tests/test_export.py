@@ -100,6 +100,28 @@ def test_vllm(tmp_path: Path, target: Path, markov: bool, reduced: bool) -> None
         assert torch.equal(tensor, tensors[name]), name
 
 
+@pytest.mark.parametrize("markov", [False, True], ids=["dflash", "markov"])
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
+def test_compact(tmp_path: Path, target: Path, markov: bool, reduced: bool) -> None:
+    """Nothing that the target has is in it, whatever it came from; it drafts the same and can be exported."""
+    source = make(tmp_path / "own", markov=markov, reduced=reduced)
+    export_checkpoint(source, tmp_path / "vllm", "vllm", target=str(target))
+    expected = drafts(source, target, True)
+    for number, folder in enumerate((source, tmp_path / "vllm")):
+        out = tmp_path / f"compact{number}"
+        written = export_checkpoint(folder, out, "compact")
+        assert written.architectures == [DSPARK if markov else "DFlashDraftModel"]
+        tensors = tensors_of(out)
+        assert not {"lm_head.weight", "embed_tokens.weight"} & set(tensors)
+        # a reader of DSpark checkpoints takes d2t as distances, which t2d tells
+        assert ("t2d" in tensors) == (markov and reduced)
+        assert any("export to 'vllm'" in note for note in written.notes) == (markov and reduced)
+        assert torch.equal(drafts(out, target, True), expected)
+        export_checkpoint(out, tmp_path / "again", "vllm", target=str(target))
+        for name, tensor in tensors_of(tmp_path / "again").items():
+            assert torch.equal(tensor, tensors_of(tmp_path / "vllm")[name]), name
+
+
 def test_vllm_reads_a_learned_mask_from_a_file(tmp_path: Path, target: Path) -> None:
     config = DrafterConfig.from_pretrained(save_drafter(tmp_path / "own", True))
     drafter = DFlashDrafter(config, mask_embedding=True)
