@@ -1,4 +1,4 @@
-"""Real vLLM servers on loopback, driven with given prompts: plain, DFlash, Carryover OFF and ON in one table.
+"""Real vLLM servers on loopback, driven with given prompts: plain, baseline, carryover-off, carryover.
 
     python bench/serve.py --target smollm2-135m --prompts prompts.jsonl --limit 8
 

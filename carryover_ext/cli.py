@@ -36,6 +36,13 @@ def positive(text: str) -> int:
     return value
 
 
+def not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return value
+
+
 def temperature(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):

@@ -267,12 +267,10 @@ def _to_vllm(c: _Checkpoint) -> dict[str, Any]:
 
 
 def _to_compact(c: _Checkpoint) -> dict[str, Any]:
-    if c.markov and "d2t" in c.tensors:  # as distances, like everywhere in a DSpark checkpoint
-        c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, None)
-        if not c.config.own_vocabulary:
-            c.notes.append(
-                "other readers of DSpark checkpoints miss the head's rows; export to 'vllm' for them"
-            )
+    if "d2t" in c.tensors:
+        c.notes.append("other readers would misread the reduced draft vocabulary; export to 'vllm' for them")
+        if c.markov:  # as distances, like everywhere in a DSpark checkpoint
+            c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, None)
     return dataclasses.replace(c.config, architectures=[DSPARK if c.markov else "DFlashDraftModel"]).to_dict()
 
 

@@ -199,7 +199,7 @@ def task_columns(arms: Sequence[str]) -> list[tuple[str, str, str]]:
     columns += [(f"tok/s\n{LABELS[arm]}", arm, "tokens_per_second") for arm in arms]
     for over, key in (("plain", "to_plain"), ("baseline", "to_baseline")):
         if drafted and over in arms and drafted[-1] != over:
-            columns.append((f"{LABELS[drafted[-1]]} /\n{over}", drafted[-1], key))
+            columns.append((f"{LABELS[drafted[-1]]} /\n{LABELS[over]}", drafted[-1], key))
     return columns
 
 
@@ -394,6 +394,8 @@ def main(paths: Sequence[str]) -> None:
     """``python -m carryover_ext.report demo.json``: tables as Markdown, and the plot beside it."""
     for path in paths:
         doc = json.loads(Path(path).read_text(encoding="utf-8"))
+        if doc.get("format") != FORMAT:
+            raise SystemExit(f"{path}: has format {doc.get('format')!r}, expected {FORMAT!r}; make it again")
         arms = doc["settings"]["arms"]
         grids = [markdown(grid(doc["rows"], arms)) for grid in (task_grid, arm_grid)]
         print(*grids, *gain_lines(doc), *equality_lines(doc), sep="\n\n")

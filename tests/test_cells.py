@@ -14,6 +14,7 @@ from tiny_models import save_target
 
 from carryover_ext.cli import build_parser, main
 from carryover_ext.training.cells import Part, pack, plan, run_cells, unpack
+from carryover_ext.training.evaluate import FORMAT
 
 SMALL = (
     "--short-steps 2 --short-block 3 --start-steps 2 --arm-steps 2 --sequences 2 --anchors 4 --layers 1 "
@@ -112,11 +113,36 @@ def test_killed_and_resumed_it_makes_all_cells(world, tmp_path, capsys):
     assert run_cells(parsed(words)) == 0
     assert "[1 of 11]" not in capsys.readouterr().out  # nothing is done twice
     names = {p.name for p in (tmp_path / "pack" / "target").iterdir()}
-    assert names == {f"{k}-{a}" for k in ("dflash", "markov") for a in ("start", "shifted", "carryover")} | {
-        "dflash-short"
-    }
+    assert names == {f"{k}-{a}" for k in ("dflash", "markov") for a in ("start", "shifted", "carryover")}
     carry = load_file(tmp_path / "pack" / "target" / "markov-carryover" / "model.safetensors")
     assert "carryover_embedding" in carry and "markov_head.markov_w1.weight" in carry
+
+
+def test_what_older_versions_made_stays_done(world, tmp_path):
+    """A start without short blocks goes on as it is, options may have moved, and an evaluation whose format
+    the results page no longer reads is made again."""
+    words = [*world[1], f"--out={tmp_path}", "--kinds", "dflash"]
+    old = plan(parsed([*words, "--short-steps", "0"]))
+    for part in old:
+        part.out.parent.mkdir(parents=True, exist_ok=True)
+        if part.words[0] == "evaluate":
+            part.out.write_text(json.dumps({"format": FORMAT}))
+        else:
+            (part.out / "checkpoint").mkdir(parents=True)
+        Part([part.words[0], *part.words[-2:], *part.words[1:-2]], part.out).set_done()
+    parts = plan(parsed(words))
+    assert [part.out for part in parts] == [part.out for part in old] and all(p.is_done() for p in parts)
+    parts[-1].out.write_text(json.dumps({"format": "carryover-evaluate/0"}))
+    assert [part.is_done() for part in parts[-2:]] == [True, False]
+    assert not Part([*parts[0].words, "--seed", "2"], parts[0].out).is_done()
+
+
+def test_kinds_in_any_order(world, tmp_path):
+    names = [
+        [part.out.name for part in plan(parsed([*world[1], f"--out={tmp_path}", "--kinds", *kinds]))]
+        for kinds in (("dflash", "markov"), ("markov", "dflash", "dflash"))
+    ]
+    assert names[0] == names[1]
 
 
 def test_the_time_limit_ends_between_parts(world, tmp_path, capsys):
@@ -140,7 +166,7 @@ def test_a_part_whose_output_is_gone_is_done_again(tmp_path):
     part = Part(["evaluate"], tmp_path / "x.json")
     part.set_done()
     assert not part.is_done()
-    part.out.write_text("{}")
+    part.out.write_text(json.dumps({"format": FORMAT}))
     assert part.is_done() and not Part(["evaluate", "--all"], part.out).is_done()
 
 

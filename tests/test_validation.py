@@ -93,8 +93,9 @@ def test_the_train_command_shows_it(tmp_path, capsys):
     assert not main(record)
     command = ["train", *common, f"--recordings={tmp_path}/rec", "--steps=2", "--anchors=4", "--cycle=1"]
     command += ["--taps=1", "--mask-token=271", "--draft-vocab=0", "--layers=1"]
-    assert main([*command, f"--out={tmp_path}/a", "--validate-every=-1"]) == 2
-    assert "--validate-every -1: must be a number of steps, 0 for never" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, f"--out={tmp_path}/a", "--validate-every=-1"])
+    assert "argument --validate-every: -1 is negative" in capsys.readouterr().err
     for name, every, looks in (("b", 1, 2), ("c", 200, 1), ("d", 0, 0)):
         assert not main([*command, f"--out={tmp_path}/{name}", f"--validate-every={every}"])
         lines = (tmp_path / name / "curve.jsonl").read_text().splitlines()

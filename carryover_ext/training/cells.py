@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from carryover_ext.cli import positive
+from carryover_ext.cli import not_negative, positive
 from carryover_ext.drafters.checkpoint import WEIGHTS
 from carryover_ext.training.commands import add_device, recorded_temperature
+from carryover_ext.training.evaluate import FORMAT
 from carryover_ext.training.recordings import write_atomic
 from carryover_ext.training.shapes import BLOCK, DRAFT_VOCAB, LAYERS, TAPS
 
@@ -45,11 +47,16 @@ def add_cells_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument(
         "--short-steps",
-        type=int,
+        type=not_negative,
         default=4000,
         help="plain steps with short blocks before them (0: none): a young drafter learns faster",
     )
-    parser.add_argument("--short-block", type=positive, default=4, help="rows of a block in these")
+    parser.add_argument(
+        "--short-block",
+        type=positive,
+        default=4,
+        help="rows of a block in these (no such steps unless below --block)",
+    )
     parser.add_argument(
         "--start-steps", type=positive, default=4000, help="plain steps of a start behind them"
     )
@@ -101,10 +108,26 @@ class Part:
             read = Path(value) / WEIGHTS
             if option in CHECKPOINTS and read.exists() and read.stat().st_mtime_ns > done:
                 return False
-        return self._mark.read_text(encoding="utf-8") == shlex.join(self.words)
+        words = shlex.split(self._mark.read_text(encoding="utf-8"))
+        return _options(words) == _options(self.words) and self._is_of_today()
+
+    def _is_of_today(self) -> bool:
+        """Whether `results` can read what an evaluation wrote."""
+        if self.words[0] != "evaluate":
+            return True
+        try:
+            return json.loads(self.out.read_text(encoding="utf-8")).get("format") == FORMAT
+        except ValueError:
+            return False
 
     def set_done(self) -> None:
         write_atomic(self._mark, shlex.join(self.words))
+
+
+def _options(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """The options with their values, in an order of their own."""
+    starts = [i for i, word in enumerate(words) if word.startswith("--")]
+    return sorted(tuple(words[a:b]) for a, b in zip([0, *starts], [*starts, len(words)], strict=True))
 
 
 def parse_target(text: str) -> tuple[str, list[Path]]:
@@ -158,7 +181,7 @@ def _target_parts(args: argparse.Namespace, target: str, folders: Sequence[Path]
         parts.append(Part([str(word) for word in line], out))
         return out / "checkpoint"
 
-    for kind in args.kinds:
+    for kind in sorted(set(args.kinds)):  # DFlash first: the Markov start goes on from it
         kind_words: list[object] = ["--drafter", kind]
         if kind == "markov":
             kind_words += ["--markov-rank", args.markov_rank]
@@ -169,7 +192,7 @@ def _target_parts(args: argparse.Namespace, target: str, folders: Sequence[Path]
             shape += [] if value is None else [f"--{name}", value]
         if kind == "markov" and "dflash" in args.kinds:
             start_words += ["--init", root / "dflash-start" / "checkpoint"]
-        elif args.short_steps > 0 and args.short_block < args.block:
+        elif args.short_steps and args.short_block < args.block and _can_begin_short(root, kind):
             short_words = [*kind_words, *shape, "--block", args.short_block, "--lr", 2 * args.lr]
             short = trained(f"{kind}-short", args.short_steps, *short_words, "--final-lr", 0.3, gamma=1.0)
             start_words += ["--init", short, "--block", args.block]
@@ -192,6 +215,11 @@ def _target_parts(args: argparse.Namespace, target: str, folders: Sequence[Path]
             line += ["--baseline", arms[CONTROL], "--drafter", arms[CARRY]]
             parts.append(Part([str(word) for word in line], out))
     return parts
+
+
+def _can_begin_short(root: Path, kind: str) -> bool:
+    """False where a start was begun without short blocks: it goes on as it is."""
+    return (root / f"{kind}-short").exists() or not (root / f"{kind}-start").exists()
 
 
 def run_cells(args: argparse.Namespace, command: Callable[[Sequence[str]], int] | None = None) -> int:
@@ -227,6 +255,8 @@ def run_cells(args: argparse.Namespace, command: Callable[[Sequence[str]], int] 
         return status
     if args.pack:
         for checkpoint in sorted(args.out.glob("*/*/checkpoint")):
+            if checkpoint.parent.name.endswith("-short"):
+                continue  # the start that went on from it is there
             pack(checkpoint, args.pack / checkpoint.parent.relative_to(args.out))
         print(f"checkpoints in pieces: {args.pack}")
     print(f"all {len(parts)} parts are done")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from carryover_ext.cli import positive
+from carryover_ext.cli import not_negative, positive
 from carryover_ext.config import DSPARK, DrafterConfig
 from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic
 from carryover_ext.training.shapes import add_shape_arguments, start_config
@@ -58,7 +58,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between saved states")
     parser.add_argument(
         "--validate-every",
-        type=int,
+        type=not_negative,
         default=200,
         help="steps between looks at held-out recordings (their AL beside that of training batches); 0: none",
     )
@@ -222,8 +222,6 @@ def run_train(args: argparse.Namespace) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.validate_every < 0:
-        raise ValueError(f"--validate-every {args.validate_every}: must be a number of steps, 0 for never")
     temperatures = [recorded_temperature(folder, args.temperature) for folder in args.recordings]
     if args.features and len(args.features) != len(args.recordings):
         raise ValueError(f"--features: {len(args.features)} for {len(args.recordings)} --recordings")

@@ -54,7 +54,9 @@ def read(path: Path) -> Document:
     except (ValueError, AttributeError) as e:
         raise ValueError(f"files: {path} is not a JSON object ({e})") from e
     if found not in (FORMAT, report.FORMAT):
-        raise ValueError(f"files: {path} has format {found!r}; expected {FORMAT!r} or {report.FORMAT!r}")
+        raise ValueError(
+            f"files: {path} has format {found!r}; expected {FORMAT!r} or {report.FORMAT!r}; make it again"
+        )
     needed = ("settings", "tasks", "arms", "gains") if found == FORMAT else ("settings", "rows", "al_gain")
     missing = [key for key in needed if key not in doc]
     if missing:
