@@ -49,7 +49,7 @@ def test_the_model_example_runs_with_small_folders(tmp_path, capsys):
     target = tiny_models.save_target(tmp_path / "target")
     drafter = tiny_models.save_drafter(tmp_path / "drafter", True)
     assert '"smollm2-135m"' in code
-    shipped = re.search(r'from_pretrained\("(.*?)"\)', code).group(1)
+    shipped = re.search(r'load_drafter\("(.*?)"\)', code).group(1)
     code = code.replace('"smollm2-135m"', repr(str(target))).replace(f'"{shipped}"', repr(str(drafter)))
     exec(compile(code, "README.md", "exec"), {})
     assert float(capsys.readouterr().out.split()[-1]) >= 1.0

@@ -318,12 +318,12 @@ SHIPPED = Path(__file__).parent.parent / "carryover_ext" / "checkpoints" / "smol
 
 @pytest.mark.parametrize("name", ["baseline", "carryover"])
 def test_shipped_checkpoint(name: str) -> None:
-    from carryover_ext.drafters import DFlashDrafter
+    from carryover_ext.drafters import load_drafter
 
     folder = SHIPPED / name
     if not (folder / "model.safetensors").is_file():
         pytest.skip(f"no trained weights in {os.path.relpath(folder)}")
-    drafter = DFlashDrafter.from_pretrained(folder, torch.float32)
+    drafter = load_drafter(folder, torch.float32)
     assert isinstance(drafter.config, DrafterConfig) and drafter.config.carryover == (name == "carryover")
     model, tokenizer = smollm2()
     ids = tokenizer.apply_chat_template(
