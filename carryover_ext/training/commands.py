@@ -52,8 +52,9 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-prefixes",
         action="store_true",
-        help="keep the target's K/V of the recordings on disk, for objective carryover: gigabytes (the "
-        "prefixes folder beside each features folder), for half the time of a fresh batch",
+        help="keep the target's K/V of all recordings on disk, for objective carryover: gigabytes (the "
+        "prefixes folder beside each features folder) and a pass of the target over all of them before the "
+        "first step, for half the time of a fresh batch; for long runs",
     )
     parser.add_argument("--save-every", type=float, default=60.0, help="seconds between saved states")
     parser.add_argument(
