@@ -101,3 +101,23 @@ def test_the_train_command_shows_it(tmp_path, capsys):
         lines = (tmp_path / name / "curve.jsonl").read_text().splitlines()
         assert sum("held_out_al" in json.loads(line) for line in lines) == looks
         assert ("held out" in capsys.readouterr().out) == (looks > 0)
+
+
+def test_a_prompt_that_one_folder_holds_out_is_trained_on_in_none(tmp_path, capsys):
+    """Prompts come twice in real sets; answers at T = 0 would then be known by heart."""
+    target = tiny_models.save_target(tmp_path / "target")
+    prompts = [json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(6)]
+    common = [f"--target={target}"]
+    for name, lines in (("a", prompts), ("b", prompts[::-1])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        record = ["record", *common, f"--prompts={tmp_path}/{name}.jsonl", f"--out={tmp_path}/{name}"]
+        assert not main([*record, "--max-new-tokens=12"])
+    train = ["train", *common, "--steps=1", "--anchors=4", "--cycle=1", "--taps=1", "--mask-token=271"]
+    train += ["--draft-vocab=0", "--layers=1", f"--out={tmp_path}/run", "--recordings"]
+    assert not main([*train, f"{tmp_path}/a", f"{tmp_path}/b"])
+    assert "8 recordings" in capsys.readouterr().out  # of 12: the first of each, and the same prompts there
+    evaluate = ["--traceback", "evaluate", *common, f"--recordings={tmp_path}/a"]
+    evaluate += [f"--baseline={tmp_path}/run/checkpoint", f"--out={tmp_path}/x.json"]
+    assert not main(evaluate)
+    with pytest.raises(FileNotFoundError, match="no recording in .*a to use here"):
+        main([*evaluate, "--trained-on", f"{tmp_path}/b"])

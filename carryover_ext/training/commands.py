@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -15,12 +15,9 @@ from torch import Tensor
 
 from carryover_ext.cli import not_negative, positive
 from carryover_ext.config import DSPARK, DrafterConfig
-from carryover_ext.training.recordings import load_saved, recorded_settings, save_atomic
+from carryover_ext.training.recordings import HOLDOUT, load_saved, prompts, recorded_settings, save_atomic
 from carryover_ext.training.shapes import add_shape_arguments, start_config
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
-
-# every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
-HOLDOUT = 32
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,16 +122,19 @@ def open_store(
     holdout: bool | None,
     temperature: float,
     prefixes: Path | None = None,
+    without: Container[tuple[int, ...]] = (),
 ) -> Any:
     """Recordings with features (and prefixes): those held out (True), those to train on (False), or all
-    (None)."""
+    (None); ``without`` those of some prompts."""
     from carryover_ext.training.features import FeatureStore
     from carryover_ext.training.prefixes import PrefixStore
 
     return FeatureStore(
         recordings,
         features,
-        keep=lambda index: holdout is None or (index % HOLDOUT == 0) == holdout,
+        keep=lambda index, row: (
+            (holdout is None or (index % HOLDOUT == 0) == holdout) and tuple(row.prompt_ids) not in without
+        ),
         temperature=temperature,
         prefixes=PrefixStore(prefixes) if prefixes else None,
     )
@@ -238,13 +238,19 @@ def run_train(args: argparse.Namespace) -> int:
     if not ranks.first:
         ranks.barrier()  # the first process makes what the others read: features and the start
     stores, held_out = [], []
+    # a prompt may be in several recordings: where one of them holds it out, none is trained on
+    kept_apart = set().union(*(prompts(folder, held_out=True) for folder in args.recordings))
     for recordings, features, drawn_at in zip(
         args.recordings, args.features or [None] * len(args.recordings), temperatures, strict=True
     ):
         folder = make_features(recordings, features, target)
         keep = args.keep_prefixes and args.objective == "carryover"
-        prefixes = make_prefixes(recordings, folder, target) if keep else None
-        stores.append(open_store(recordings, folder, holdout=False, temperature=drawn_at, prefixes=prefixes))
+        kept = make_prefixes(recordings, folder, target) if keep else None
+        stores.append(
+            open_store(
+                recordings, folder, holdout=False, temperature=drawn_at, prefixes=kept, without=kept_apart
+            )
+        )
         if args.validate_every > 0:
             with suppress(FileNotFoundError):  # none that is long enough
                 held_out.append(open_store(recordings, folder, holdout=True, temperature=drawn_at))

@@ -28,7 +28,7 @@ from carryover_ext.training.commands import (
     training_device,
 )
 from carryover_ext.training.evaluation import Arm, Tally, as_compute, evaluate_arms
-from carryover_ext.training.recordings import write_atomic
+from carryover_ext.training.recordings import prompts, write_atomic
 from carryover_ext.training.trainer import check_trainable
 
 FORMAT = "carryover-evaluate/2"
@@ -44,6 +44,14 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, default=96, help="held-out recordings")
     parser.add_argument(
         "--all", action="store_true", help="every recording counts, because none was trained on"
+    )
+    parser.add_argument(
+        "--trained-on",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="RECORDINGS",
+        help="other recordings that the drafters were trained on: prompts that are in there do not count",
     )
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument("--threads", type=positive)
@@ -132,7 +140,8 @@ def run_evaluate(args: argparse.Namespace) -> int:
         check_target(arm.config, target.embed, target.head, layers, hidden, None)
     features = make_features(args.recordings, args.features, target)
     holdout = None if args.all else True
-    store = open_store(args.recordings, features, holdout=holdout, temperature=temperature)
+    seen = set().union(*(prompts(folder, held_out=False) for folder in args.trained_on))
+    store = open_store(args.recordings, features, holdout=holdout, temperature=temperature, without=seen)
     head = Head.make(target, vocab)
     with progress_bar("replaying") as bar:
         task = bar.add_task("replaying", total=min(args.limit, len(store)), note="")

@@ -229,15 +229,15 @@ def claim_cache(
 
 class FeatureStore:
     """Random access to recordings with features (memory-mapped); ``keep`` selects by number of the
-    recording, ``temperature`` is what they were drawn with, ``prefixes`` gives the target's K/V where those
-    are kept, too."""
+    recording and the recording, ``temperature`` is what they were drawn with, ``prefixes`` gives the
+    target's K/V where those are kept, too."""
 
     def __init__(
         self,
         recordings: Path,
         features: Path,
         *,
-        keep: Callable[[int], bool] | None = None,
+        keep: Callable[[int, Recording], bool] | None = None,
         temperature: float = 0.0,
         prefixes: Callable[[str, int, list[int]], Tensor] | None = None,
     ) -> None:
@@ -255,13 +255,13 @@ class FeatureStore:
             rows = load_shard(shard)
             _check_recordings(self._maps[-1], rows, file, shard)
             for i, row in enumerate(rows):
-                if len(row.response_ids) >= 4 and (keep is None or keep(seen + i)):
+                if len(row.response_ids) >= 4 and (keep is None or keep(seen + i, row)):
                     self._rows.append((len(self._maps) - 1, i, row))
             seen += i + 1
         if not self._rows:
             raise FileNotFoundError(
                 f"features: no recording in {recordings} to use here (an answer of 4 tokens or more; every "
-                "32nd is held out for `carryover evaluate`); record more prompts"
+                "32nd is held out for `carryover evaluate`, also in the other folders); record more prompts"
             )
 
     def __len__(self) -> int:

@@ -26,6 +26,9 @@ import torch
 from carryover_ext.pretrained import encode_chat
 from carryover_ext.report import ALL
 
+# every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
+HOLDOUT = 32
+
 
 @dataclass
 class Recording:
@@ -200,6 +203,18 @@ def recorded_settings(folder: Path) -> dict[str, Any]:
 def load_shard(path: Path) -> list[Recording]:
     with open(path, encoding="utf-8") as f:
         return [Recording(**json.loads(line)) for line in f]
+
+
+def prompts(folder: Path, *, held_out: bool) -> set[tuple[int, ...]]:
+    """Token ids of the prompts of a recording that are held out (every 32nd), or of all others."""
+    found: set[tuple[int, ...]] = set()
+    number = 0
+    for shard in shards(folder):
+        for row in load_shard(shard):
+            if (number % HOLDOUT == 0) == held_out:
+                found.add(tuple(row.prompt_ids))
+            number += 1
+    return found
 
 
 def shards(folder: Path) -> list[Path]:
