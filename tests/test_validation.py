@@ -119,5 +119,5 @@ def test_a_prompt_that_one_folder_holds_out_is_trained_on_in_none(tmp_path, caps
     evaluate = ["--traceback", "evaluate", *common, f"--recordings={tmp_path}/a"]
     evaluate += [f"--baseline={tmp_path}/run/checkpoint", f"--out={tmp_path}/x.json"]
     assert not main(evaluate)
-    with pytest.raises(FileNotFoundError, match="no recording in .*a to use here"):
+    with pytest.raises(FileNotFoundError, match=r"no recording in .*a to use here"):
         main([*evaluate, "--trained-on", f"{tmp_path}/b"])
