@@ -76,7 +76,8 @@ def main() -> None:
     settings = bench.Settings(args.target, "", [], drafter=args.drafter)
     source = bench.checkpoint_folder(settings, "carryover")
     folder = args.out / "drafters" / "carryover"
-    export_checkpoint(source, folder, "vllm", target=target_path(args.target))
+    markov = DrafterConfig.from_pretrained(source).markov_rank > 0  # which the V1 runner has not
+    export_checkpoint(source, folder, "vllm", target=target_path(args.target), drop_markov=markov)
     speculative = {
         "method": "dflash",
         "model": str(folder),

@@ -82,6 +82,11 @@ def arguments() -> argparse.Namespace:
         metavar="LENGTH",
         help="accept as if AL were LENGTH (vLLM's synthetic acceptance): arms then differ in cost alone",
     )
+    parser.add_argument(
+        "--drop-markov",
+        action="store_true",
+        help="serve Markov drafters without their head, as DFlash: vLLM's CPU backend has no other",
+    )
     parser.add_argument("--resident", action="store_true", help="all servers at once (needs their memory)")
     parser.add_argument("--compile", action="store_true", help="let vLLM compile on the CPU, too")
     parser.add_argument("--vllm-args", default="", help="further arguments of `vllm serve`")
@@ -111,8 +116,18 @@ def export_drafters(args: argparse.Namespace, arms: list[bench.Arm], sampled: bo
         mended = which == "baseline" and sampled and not on_gpu()
         out = args.out / "drafters" / which
         try:
-            mended = mended and not DrafterConfig.from_pretrained(source).carryover
-            export_checkpoint(source, out, "vllm", target=target_path(args.target), warm_start=mended)
+            config = DrafterConfig.from_pretrained(source)
+            mended = mended and not config.carryover
+            if config.markov_rank and not (args.drop_markov or on_gpu()):
+                raise ValueError("a Markov drafter needs vLLM's V2 runner, hence a GPU, or --drop-markov")
+            export_checkpoint(
+                source,
+                out,
+                "vllm",
+                target=target_path(args.target),
+                warm_start=mended,
+                drop_markov=args.drop_markov and config.markov_rank > 0,
+            )
         except (OSError, ValueError) as e:
             raise bench.UserError(f"drafter {source}: {e}") from e
 

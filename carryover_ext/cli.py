@@ -133,6 +133,11 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--warm-start", action="store_true", help="add a zero carryover embedding")
     group.add_argument("--plain", action="store_true", help="leave the carryover embedding out")
+    parser.add_argument(
+        "--drop-markov",
+        action="store_true",
+        help="leave the Markov head out: a DFlash drafter, for vLLM's V1 runner (on CPUs); it accepts less",
+    )
 
 
 def set_threads(count: int | None) -> None:
@@ -219,7 +224,13 @@ def run_export(args: argparse.Namespace) -> int:
     from .export import export_checkpoint
 
     written = export_checkpoint(
-        args.source, args.out, args.to, target=args.target, plain=args.plain, warm_start=args.warm_start
+        args.source,
+        args.out,
+        args.to,
+        target=args.target,
+        plain=args.plain,
+        warm_start=args.warm_start,
+        drop_markov=args.drop_markov,
     )
     print(f"{written.folder}: {', '.join(written.architectures)}")
     for note in written.notes:

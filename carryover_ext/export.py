@@ -78,6 +78,7 @@ def export_checkpoint(
     target: str | None = None,
     plain: bool = False,
     warm_start: bool = False,
+    drop_markov: bool = False,
 ) -> Written:
     """Write the drafter in ``source`` to the folder ``out`` in the layout of ``to``.
 
@@ -91,6 +92,8 @@ def export_checkpoint(
         plain: leave the carryover embedding out: the result is a plain DFlash or DSpark checkpoint.
         warm_start: add a zero carryover embedding to a checkpoint that has none. It drafts like the original
             as long as nothing is carried, and is where Carryover training starts.
+        drop_markov: leave the Markov head out: the result is a DFlash drafter, which accepts less and which
+            vLLM's V1 runner, the only one on its CPU backend, can serve.
 
     A drafter that lies in ``out`` is replaced; any other content is not touched.
 
@@ -114,6 +117,8 @@ def export_checkpoint(
     check_checkpoint(config, tensors, source)  # drops copies of the target's embedding and head
     check_draft_vocabulary(tensors.get("d2t"), config.vocab_size)
     notes: list[str] = []
+    if drop_markov:
+        config = _without_markov(config, tensors, str(source))
     config = _with_embedding(config, tensors, plain, warm_start, str(source), notes)
     embed, head = (None, None) if target is None else target_weights(target)
     if embed is not None and head is not None:
@@ -198,6 +203,24 @@ def _with_embedding(
     if plain:
         return dataclasses.replace(config, carryover_config=None)
     return config
+
+
+def _without_markov(config: DrafterConfig, tensors: dict[str, Tensor], source: str) -> DrafterConfig:
+    if config.markov_rank == 0:
+        raise ValueError(f"drop_markov: source={source!r} has no Markov head; leave the option out")
+    if config.sample_from_anchor:
+        raise ValueError(
+            f"drop_markov: source={source!r} has the anchor-first layout, which DFlash drafters do not have"
+        )
+    for name in [name for name in tensors if name.startswith(("markov_head.", "confidence_head."))]:
+        del tensors[name]
+    return dataclasses.replace(
+        config,
+        markov_rank=0,
+        enable_confidence_head=False,
+        confidence_head_with_markov=False,
+        architectures=["DFlashDraftModel"],
+    )
 
 
 def target_weights(target: str) -> tuple[Tensor, Tensor]:

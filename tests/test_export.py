@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import HIDDEN, VOCAB, save_drafter, save_target
 from torch import Tensor
 
@@ -120,6 +120,25 @@ def test_compact(tmp_path: Path, target: Path, markov: bool, reduced: bool) -> N
         export_checkpoint(out, tmp_path / "again", "vllm", target=str(target))
         for name, tensor in tensors_of(tmp_path / "again").items():
             assert torch.equal(tensor, tensors_of(tmp_path / "vllm")[name]), name
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("to", ["vllm", "compact"])
+def test_without_its_markov_head_it_is_a_dflash_drafter(
+    tmp_path: Path, target: Path, to: str, reduced: bool
+) -> None:
+    source = make(tmp_path / "own", markov=True, reduced=reduced)
+    tensors = tensors_of(source)
+    tensors["markov_head.markov_w2.weight"].zero_()  # a head that says nothing
+    save_file(tensors, source / "model.safetensors")
+    written = export_checkpoint(source, tmp_path / "out", to, target=str(target), drop_markov=True)
+    assert written.architectures == [DFLASH_ARCHITECTURE if to == "vllm" else "DFlashDraftModel"]
+    assert not any("markov" in name for name in tensors_of(tmp_path / "out"))
+    drafter = load_drafter(tmp_path / "out")
+    assert type(drafter) is DFlashDrafter and drafter.config.carryover
+    assert torch.equal(drafts(source, target, True), drafts(tmp_path / "out", target, True))
+    with pytest.raises(ValueError, match=r"drop_markov: source=.* has no Markov head; leave the option out"):
+        export_checkpoint(tmp_path / "out", tmp_path / "again", to, target=str(target), drop_markov=True)
 
 
 def test_vllm_reads_a_learned_mask_from_a_file(tmp_path: Path, target: Path) -> None:
@@ -270,8 +289,6 @@ def test_errors(tmp_path: Path, target: Path) -> None:
 
 
 def test_an_embedding_that_is_missing_is_named(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     source = make(tmp_path / "own")
     tensors = tensors_of(source)
     del tensors["carryover_embedding"]
@@ -303,8 +320,6 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_damaged_source_is_not_exported(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     source = make(tmp_path / "own", carryover=False)
     tensors = tensors_of(source)
     del tensors["fc.weight"]

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import serve
 import serve_report
 import tiny_models
+from test_export import make
 
 from carryover_ext import bench
 
@@ -69,6 +70,7 @@ def options(**changes: object) -> argparse.Namespace:
     values = {"max_new_tokens": 9, "forced_acceptance": None, "vllm_args": "--swap-space 0"}
     values |= {"concurrency": "1,4", "temperature": "0", "repeat": 2, "resident": False, "compile": False}
     values |= {"target": "t", "drafter": None, "baseline": None, "tokens": None, "dtype": "float32"}
+    values |= {"drop_markov": False}
     return argparse.Namespace(**(values | {"max_model_len": 512} | changes))
 
 
@@ -211,3 +213,18 @@ def test_report(tmp_path: Path) -> None:
     for path in serve_report.write(doc, tmp_path):
         assert path.stat().st_size > 0
     assert json.loads((tmp_path / "serve.json").read_text())["cells"] == doc["cells"]
+
+
+def test_a_markov_drafter_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
+    """vLLM's V2 runner alone has them, and it needs a GPU."""
+    target = tiny_models.save_target(tmp_path / "target")
+    drafter = make(tmp_path / "carry", markov=True)
+    for gpu, drop, method in ((True, False, "dspark"), (True, True, "dflash"), (False, True, "dflash")):
+        monkeypatch.setattr(serve, "on_gpu", lambda gpu=gpu: gpu)
+        args = options(target=str(target), drafter=str(drafter), out=tmp_path / "out", drop_markov=drop)
+        serve.export_drafters(args, [bench.ARMS["carryover"]], False)
+        command = serve.command(args, bench.ARMS["carryover"], 80)
+        assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
+    args.drop_markov = False
+    with pytest.raises(bench.UserError, match="needs vLLM's V2 runner, hence a GPU, or --drop-markov"):
+        serve.export_drafters(args, [bench.ARMS["carryover"]], False)
