@@ -1,6 +1,6 @@
 """Real vLLM servers on loopback, driven with given prompts: plain, baseline, carryover-off, carryover.
 
-    python bench/serve.py --target smollm2-135m --prompts prompts.jsonl --limit 8
+    python bench/serve.py --target smollm2-135m --prompts prompts.jsonl --limit 8 --drop-markov
 
 In each repetition every arm gets a server, one after the other, in an order that rotates, so that a slow
 quarter of an hour of the machine falls on all arms, and one server's memory is enough. With --resident all

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from carryover_ext.cli import not_negative, positive
 from carryover_ext.config import DSPARK, DrafterConfig
-from carryover_ext.training.recordings import HOLDOUT, load_saved, prompts, recorded_settings, save_atomic
+from carryover_ext.training.recordings import is_held_out, load_saved, prompts, recorded_settings, save_atomic
 from carryover_ext.training.shapes import add_shape_arguments, start_config
 from carryover_ext.training.trainer import OBJECTIVES, Trainer, TrainSettings
 
@@ -133,7 +133,7 @@ def open_store(
         recordings,
         features,
         keep=lambda index, row: (
-            (holdout is None or (index % HOLDOUT == 0) == holdout) and tuple(row.prompt_ids) not in without
+            (holdout is None or is_held_out(index) == holdout) and tuple(row.prompt_ids) not in without
         ),
         temperature=temperature,
         prefixes=PrefixStore(prefixes) if prefixes else None,

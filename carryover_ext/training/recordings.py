@@ -13,6 +13,7 @@ shard at work.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -25,9 +26,6 @@ import torch
 
 from carryover_ext.pretrained import encode_chat
 from carryover_ext.report import ALL
-
-# every HOLDOUT-th recording is never trained on; `evaluate` replays exactly those
-HOLDOUT = 32
 
 
 @dataclass
@@ -205,16 +203,15 @@ def load_shard(path: Path) -> list[Recording]:
         return [Recording(**json.loads(line)) for line in f]
 
 
+def is_held_out(number: int) -> bool:
+    """Whether the recording ``number`` of a folder is never trained on; `evaluate` replays exactly those."""
+    return number % 32 == 0
+
+
 def prompts(folder: Path, *, held_out: bool) -> set[tuple[int, ...]]:
     """Token ids of the prompts of a recording that are held out (every 32nd), or of all others."""
-    found: set[tuple[int, ...]] = set()
-    number = 0
-    for shard in shards(folder):
-        for row in load_shard(shard):
-            if (number % HOLDOUT == 0) == held_out:
-                found.add(tuple(row.prompt_ids))
-            number += 1
-    return found
+    rows = itertools.chain.from_iterable(map(load_shard, shards(folder)))
+    return {tuple(row.prompt_ids) for number, row in enumerate(rows) if is_held_out(number) == held_out}
 
 
 def shards(folder: Path) -> list[Path]:
