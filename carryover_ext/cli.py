@@ -43,19 +43,6 @@ def not_negative(text: str) -> int:
     return value
 
 
-# The repository's drafters were trained with 8 rows. At their AL the last three are hardly ever reached, and
-# cost more than they bring (docs/experiments.md, how many rows to verify).
-QUICK_BLOCK = 5
-TRAINED = "as the drafter was trained"
-QUICK = f"{QUICK_BLOCK} with the repository's drafters, otherwise {TRAINED}"
-
-
-def quick_block(args: argparse.Namespace) -> int | None:
-    """Rows of a round where speed is what counts; None: as the drafter was trained."""
-    own = args.drafter is not None or args.baseline is not None
-    return args.block if args.block is not None or own else QUICK_BLOCK
-
-
 def temperature(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
@@ -70,24 +57,27 @@ def block(text: str) -> int:
     return value
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, tokens: int, block_help: str = TRAINED) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--target", default=TARGET, help=f"{TARGET}, a Hugging Face folder, or a hub id")
     parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the repository's)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--threads", type=positive, help="threads of PyTorch (default: its own choice)")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--block", type=block, help=f"rows verified a round (default: {block_help})")
+    parser.add_argument(
+        "--block",
+        type=block,
+        help=f"rows verified a round (default: as the drafter was trained; demo and generate: "
+        f"{bench.QUICK_BLOCK} with the repository's drafters)",
+    )
     names = ("--max-new-tokens", "--tokens")
     parser.add_argument(
         *names, dest="max_new_tokens", type=positive, default=tokens, help=f"default {tokens}"
     )
 
 
-def add_bench_arguments(
-    parser: argparse.ArgumentParser, tokens: int, out: str, block_help: str = TRAINED
-) -> None:
-    add_model_arguments(parser, tokens, block_help)
+def add_bench_arguments(parser: argparse.ArgumentParser, tokens: int, out: str) -> None:
+    add_model_arguments(parser, tokens)
     parser.add_argument("--baseline", help="folder of the baseline drafter (default: the repository's)")
     parser.add_argument("--arms", default=",".join(bench.ARMS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--tasks", help="comma-separated categories of the prompts (default: all)")
@@ -98,7 +88,7 @@ def add_bench_arguments(
 
 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
-    add_bench_arguments(parser, 48, "runs/demo", QUICK)
+    add_bench_arguments(parser, 48, "runs/demo")
     parser.add_argument("--per-task", type=positive, default=3, help="prompts of each task (default 3)")
     parser.add_argument("--full", action="store_true", help="all 64 prompts")
 
@@ -117,7 +107,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, 256, QUICK)
+    add_model_arguments(parser, 256)
     parser.add_argument("prompt", help="the user's turn; '-' reads it from standard input")
     parser.add_argument("--arm", choices=tuple(bench.ARMS), default="carryover")
     parser.add_argument("--baseline", help="folder of the baseline drafter, for --arm baseline")
@@ -187,7 +177,6 @@ def run_demo(args: argparse.Namespace) -> int:
 
     from .demo import run_demo
 
-    args.block = quick_block(args)
     settings = settings_of(args, "demo", None if args.full else args.per_task)
     set_threads(args.threads)
     return run_demo(settings, args.out, Console())
@@ -213,13 +202,13 @@ def run_generate(args: argparse.Namespace) -> int:
     from .demo import TextStream, show_rounds
     from .engine import stream
 
-    args.arms, args.tasks, args.batch, args.block = args.arm, None, 1, quick_block(args)
+    args.arms, args.tasks, args.batch = args.arm, None, 1
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise bench.UserError("prompt: is empty")
     settings = settings_of(args, "", None)
     set_threads(args.threads)
-    session = bench.Session(settings)
+    session = bench.Session(settings, quick=True)
     [arm] = session.arms
     options = session.options(arm) | {"top_k": args.top_k, "top_p": args.top_p}
     tokens = session.encode([{"role": "user", "content": prompt}])

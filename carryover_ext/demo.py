@@ -96,7 +96,7 @@ def run_demo(settings: bench.Settings, out: Path, console: Any) -> int:
     prompts = bench.read_prompts(settings.prompts, settings.tasks, settings.limit)
     bench.check_out(out)
     with console.status("starting") as status:
-        session = bench.Session(settings, lambda text: status.update(text))
+        session = bench.Session(settings, lambda text: status.update(text), quick=True)
     if "carryover" in settings.arms:
         show_one(session, next((p for p in prompts if p.task == "code"), prompts[0]), console)
     console.rule(f"{len(prompts)} prompts, {len(settings.arms)} ways to decode them", align="left")

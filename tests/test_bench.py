@@ -249,6 +249,29 @@ def test_prompt_is_plain_text_without_a_chat_template(tmp_path):
     assert settings.block is None
 
 
+def test_rows_of_a_round_are_the_quick_ones_with_the_repository_s_drafters_only(folders, monkeypatch):
+    def rows(quick, block=None, arms=("carryover",)):
+        settings = Settings(
+            str(folders["target"]),
+            "demo",
+            list(arms),
+            dtype="float32",
+            block=block,
+            drafter=str(folders["drafter"]),
+            baseline="not looked at" if "baseline" not in arms else str(folders["baseline"]),
+        )
+        bench.Session(settings, quick=quick)
+        return settings.block
+
+    monkeypatch.setattr(bench, "QUICK_BLOCK", 3)
+    assert rows(quick=True) == rows(quick=False) == 6
+    monkeypatch.setattr(bench, "CHECKPOINTS", folders["drafter"].parent)
+    assert rows(quick=True) == 3 and rows(quick=False) == 6 and rows(quick=True, block=5) == 5
+    assert rows(quick=True, arms=("plain", "baseline", "carryover")) == 3
+    monkeypatch.setattr(bench, "QUICK_BLOCK", 9)
+    assert rows(quick=True) == 6
+
+
 def test_baseline_folder_given_as_carryover_is_refused(folders):
     settings = Settings(str(folders["target"]), "demo", ["carryover"], drafter=str(folders["baseline"]))
     with pytest.raises(UserError, match="trained without Carryover"):

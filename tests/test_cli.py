@@ -1,6 +1,5 @@
 """The command line: help, quick start, friendly errors, generate, demo and env; with a tiny model."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import tiny_models
 from rich.console import Console
 
 from carryover_ext import __version__, demo
-from carryover_ext.cli import TRAINING, build_parser, demo_arguments, main, quick_block
+from carryover_ext.cli import TRAINING, build_parser, main
 from carryover_ext.engine import Round
 
 
@@ -82,22 +81,6 @@ def test_wrong_arguments_end_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as e:
         main(argv)
     assert e.value.code == 2 and "usage: carryover" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "given, rows",
-    [
-        ([], 5),
-        (["--block=7"], 7),
-        (["--drafter=mine"], None),
-        (["--baseline=mine"], None),
-        (["--drafter=mine", "--block=3"], 3),
-    ],
-)
-def test_rows_of_a_round_are_the_quick_ones_with_the_repository_s_drafters_only(given, rows):
-    parser = argparse.ArgumentParser()
-    demo_arguments(parser)
-    assert quick_block(parser.parse_args(given)) == rows
 
 
 def test_traceback_on_demand():
