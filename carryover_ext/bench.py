@@ -19,7 +19,8 @@ from typing import Any
 from . import report
 
 DEMO_PROMPTS = Path(__file__).with_name("demo_prompts.jsonl")
-CHECKPOINTS = Path(__file__).with_name("checkpoints")
+CHECKPOINTS = Path(__file__).with_name("checkpoints")  # TARGET/KIND/{baseline,carryover}
+KINDS = ("markov", "dflash")
 # The repository's drafters were trained with 8 rows. At their acceptance the last ones are hardly ever
 # reached, and on a CPU core they cost more than they bring (docs/experiments.md, "How many rows to verify").
 QUICK_BLOCK = 5
@@ -58,7 +59,7 @@ class Prompt:
 @dataclass
 class Settings:
     """What decides the outcome of a benchmark; stored in its JSON. ``block`` None: the length the drafter
-    was trained with."""
+    was trained with. ``kind``: of the repository's drafters, where none is named."""
 
     target: str
     prompts: str
@@ -74,6 +75,7 @@ class Settings:
     seed: int = 0
     drafter: str | None = None
     baseline: str | None = None
+    kind: str = KINDS[0]
 
 
 class UserError(Exception):
@@ -163,20 +165,19 @@ def checkpoint_folder(settings: Settings, which: str) -> Path:
         folder = Path(given)
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"{option} {given}: no config.json there; "
-                "a drafter is a folder with config.json and model.safetensors"
+                f"{option} {given}: no config.json there; a drafter is a folder with config.json and weights"
             )
         return folder
-    folder = CHECKPOINTS / settings.target / which
+    folder = CHECKPOINTS / settings.target / settings.kind / which
     if not (folder / "config.json").is_file():
-        known = sorted(p.name for p in CHECKPOINTS.glob("*") if p.is_dir())
+        known = [f"{p.parent.name} ({p.name})" for p in sorted(CHECKPOINTS.glob("*/*")) if p.is_dir()]
         where = (
             f"the repository carries drafters only for: {', '.join(known)}"
             if known
             else "a wheel carries none; a checkout of the repository does (carryover_ext/checkpoints)"
         )
         raise UserError(
-            f"--target {settings.target}: no {which} drafter for it is here; {where}; "
+            f"--target {settings.target}: no {settings.kind} {which} drafter for it is here; {where}; "
             f"name a folder with {option}, or train one: carryover record, then carryover train"
         )
     return folder

@@ -60,6 +60,9 @@ def block(text: str) -> int:
 def add_model_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--target", default=TARGET, help=f"{TARGET}, a Hugging Face folder, or a hub id")
     parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the repository's)")
+    parser.add_argument(
+        "--kind", choices=bench.KINDS, default="markov", help="which of the repository's drafters"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--threads", type=positive, help="threads of PyTorch (default: its own choice)")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy (default)")
@@ -128,9 +131,11 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--to",
         required=True,
-        choices=("vllm", "speculators", "zlab", "compact"),
-        help="who will read it (compact: this package, smallest)",
+        choices=("vllm", "speculators", "zlab", "compact", "adapter"),
+        help="who will read it (compact: this package, small; adapter: this package, as an update of --base)",
     )
+    parser.add_argument("--base", type=Path, help="for --to adapter: the checkpoint that is updated")
+    parser.add_argument("--rank", type=positive, default=32, help="for --to adapter (default 32)")
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--target", help=f"{TARGET}, a folder, or a hub id: for the rows of its head")
     group = parser.add_mutually_exclusive_group()
@@ -169,6 +174,7 @@ def settings_of(
         seed=args.seed,
         drafter=args.drafter,
         baseline=args.baseline,
+        kind=args.kind,
     )
 
 
@@ -234,6 +240,8 @@ def run_export(args: argparse.Namespace) -> int:
         plain=args.plain,
         warm_start=args.warm_start,
         drop_markov=args.drop_markov,
+        base=args.base,
+        rank=args.rank,
     )
     print(f"{written.folder}: {', '.join(written.architectures)}")
     for note in written.notes:

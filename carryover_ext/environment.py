@@ -42,9 +42,9 @@ def cached_targets() -> list[str]:
 
 
 def carried_checkpoints() -> list[str]:
-    """Drafters that come with a checkout of the repository (a wheel has none), as ``target/name``."""
+    """Drafters that come with a checkout of the repository (a wheel has none), as ``target/kind/name``."""
     root = Path(__file__).with_name("checkpoints")
-    return sorted(str(path.parent.relative_to(root)) for path in root.glob("*/*/config.json"))
+    return sorted(str(path.parent.relative_to(root)) for path in root.glob("*/*/*/config.json"))
 
 
 def environment() -> dict[str, Any]:

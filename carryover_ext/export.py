@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor
 
 from .config import DSPARK, CarryoverConfig, DrafterConfig
-from .drafters import check_checkpoint
+from .drafters import adapter, check_checkpoint
 from .drafters.checkpoint import (
     EMBED,
     HEAD,
+    MARKOV_W1,
     MASK_FILE,
     WEIGHTS,
     check_draft_vocabulary,
@@ -34,7 +36,7 @@ from .drafters.checkpoint import (
 from .integrations.vllm import DFLASH_ARCHITECTURE, DSPARK_ARCHITECTURE
 
 EMBEDDING = "carryover_embedding"
-FORMATS = ("vllm", "speculators", "zlab", "compact")
+FORMATS = ("vllm", "speculators", "zlab", "compact", "adapter")
 WRITTEN = frozenset(  # architectures of what this module writes, which it may write again
     {
         DFLASH_ARCHITECTURE,
@@ -79,14 +81,17 @@ def export_checkpoint(
     plain: bool = False,
     warm_start: bool = False,
     drop_markov: bool = False,
+    base: str | Path | None = None,
+    rank: int = 32,
 ) -> Written:
     """Write the drafter in ``source`` to the folder ``out`` in the layout of ``to``.
 
     Args:
         source: a folder that this package loads: its own, z-lab's DFlash, DeepSpec's DSpark, or one that was
             exported for vLLM.
-        to: ``vllm``, ``speculators``, ``zlab``, or ``compact`` (for this package alone, without the head's
-            rows of a reduced draft vocabulary, which the target has as well).
+        to: ``vllm``, ``speculators``, ``zlab``, or for this package alone ``compact`` (without the head's
+            rows of a reduced draft vocabulary, which the target has as well, and without the Markov head's
+            rows of tokens that are not in it) and ``adapter`` (a low-rank update of ``base``).
         target: the target's folder, hub id or name. Needed where its head's rows are written: for a reduced
             draft vocabulary (``vllm``, unless the drafter has its own head) and always for ``speculators``.
         plain: leave the carryover embedding out: the result is a plain DFlash or DSpark checkpoint.
@@ -108,6 +113,14 @@ def export_checkpoint(
         raise ValueError(
             "plain and warm_start exclude each other: one drops the embedding, the other adds it"
         )
+    if (to == "adapter") != (base is not None):
+        raise ValueError(
+            f"base={base!r}: an adapter needs the checkpoint that it changes, and only an adapter does"
+        )
+    if rank < 1:
+        raise ValueError(f"rank={rank}: must be at least 1")
+    if base is not None and Path(out).resolve() == Path(base).resolve():
+        raise ValueError(f"out={str(out)!r} is the base's folder: choose another")
     if Path(out).resolve() == Path(source).resolve():
         raise ValueError(
             f"out={str(out)!r} is the source folder: choose another, nothing is overwritten in place"
@@ -129,10 +142,12 @@ def export_checkpoint(
         "speculators": _to_speculators,
         "zlab": _to_zlab,
         "compact": _to_compact,
+        "adapter": _to_compact,
     }
     folder = Path(out)
     if "sliding_attention" in (config.layer_types or ()):
         config.extra["use_sliding_window"] = True  # without it Transformers' Qwen3Config drops the window
+    update = None if base is None else _update(checkpoint, Path(base), folder, rank)
     values = writer[to](checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     mask = checkpoint.tensors.pop("mask_embedding", None) if to == "vllm" else None
@@ -140,9 +155,34 @@ def export_checkpoint(
         (folder / MASK_FILE).unlink(missing_ok=True)  # of the drafter that lay here before
     else:
         torch.save({"mask_token_id": config.mask_token_id, "embedding": mask}, folder / MASK_FILE)
-    write_tensors(folder, checkpoint.tensors)
+    if update is None:
+        write_tensors(folder, checkpoint.tensors)
+    else:
+        write_tensors(folder, update[0], adapter.WEIGHTS)
+        (folder / adapter.CONFIG).write_text(json.dumps(update[1], indent=2) + "\n")
+    for name in (adapter.CONFIG, adapter.WEIGHTS) if update is None else (WEIGHTS,):
+        (folder / name).unlink(missing_ok=True)  # of a drafter in the other form
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     return Written(folder, values["architectures"], notes)
+
+
+def _update(c: _Checkpoint, base: Path, out: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The checkpoint as an update of ``base``: tensors and ``adapter_config.json``."""
+    whole = DrafterConfig.from_pretrained(base)
+    if adapter.is_adapter(base):
+        raise ValueError(f"base={str(base)!r}: is an adapter itself; name the checkpoint that it changes")
+    tensors = read_tensors(base)
+    check_checkpoint(whole, tensors, base)
+    mine, other = c.tensors.get("d2t"), tensors.get("d2t")
+    if not (mine is other is None or (mine is not None and other is not None and torch.equal(mine, other))):
+        raise ValueError(f"base={str(base)!r}: has another draft vocabulary than the source")
+    update, settings, kept = adapter.factor(tensors, c.tensors, rank)
+    if kept < 0.99:
+        c.notes.append(
+            f"rank {rank} keeps {kept:.0%} of what changed in the matrix that loses most; measure the "
+            "result, or train with --rank"
+        )
+    return update, {"base_model_name_or_path": os.path.relpath(base, out)} | settings
 
 
 def _check_out(out: Path) -> None:
@@ -293,6 +333,8 @@ def _to_compact(c: _Checkpoint) -> dict[str, Any]:
     if "d2t" in c.tensors:
         c.notes.append("other readers would misread the reduced draft vocabulary; export to 'vllm' for them")
         if c.markov:  # as distances, like everywhere in a DSpark checkpoint
+            c.tensors[MARKOV_W1] = c.tensors[MARKOV_W1][c.tensors["d2t"]]
+            c.notes.append("after a token outside the draft vocabulary the Markov head is silent")
             c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, None)
     return dataclasses.replace(c.config, architectures=[DSPARK if c.markov else "DFlashDraftModel"]).to_dict()
 

@@ -343,12 +343,12 @@ def test_blocks_of_overlapping_anchors_never_see_each_other(model, recorded):
 
 
 # -- runs ---
-def make_trainer(model, recorded, objective, steps=8, warmup=4):
+def make_trainer(model, recorded, objective, steps=8, warmup=4, rank=0):
     config = drafter_config()
     weights = weights_for(config, model)
     target = TargetPass(model, TAPS)
     settings = TrainSettings(
-        objective, steps=steps, sequences=3, anchors=5, cycle=2, reuse=1, lr=3e-3, distill=0.3
+        objective, steps=steps, sequences=3, anchors=5, cycle=2, reuse=1, rank=rank, lr=3e-3, distill=0.3
     )
     settings.carry_warmup = warmup
     return Trainer(
@@ -362,10 +362,12 @@ def make_trainer(model, recorded, objective, steps=8, warmup=4):
     )
 
 
-@pytest.mark.parametrize("objective", ["plain", "shifted", "carryover"])
-def test_killed_run_resumes_to_the_same_curve(model, recorded, tmp_path, objective):
+@pytest.mark.parametrize(
+    ("objective", "rank"), [("plain", 0), ("shifted", 0), ("carryover", 0), ("carryover", 4)]
+)
+def test_killed_run_resumes_to_the_same_curve(model, recorded, tmp_path, objective, rank):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    one = make_trainer(model, recorded, objective)
+    one = make_trainer(model, recorded, objective, rank=rank)
     train(one, whole, lambda r: None, lambda: None, save_every=0)
 
     class Killed(Exception):
@@ -375,10 +377,10 @@ def test_killed_run_resumes_to_the_same_curve(model, recorded, tmp_path, objecti
         if row["step"] >= 6:
             raise Killed
 
-    two = make_trainer(model, recorded, objective)
+    two = make_trainer(model, recorded, objective, rank=rank)
     with pytest.raises(Killed):
         train(two, broken, kill, lambda: None, save_every=0)
-    three = make_trainer(model, recorded, objective)
+    three = make_trainer(model, recorded, objective, rank=rank)
     train(three, broken, lambda r: None, lambda: None, save_every=0)
     curves = [
         [json.loads(line) for line in (f / "curve.jsonl").read_text().splitlines()] for f in (whole, broken)
@@ -424,6 +426,29 @@ def test_training_lowers_the_loss_and_moves_the_embedding(model, recorded):
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
     assert not torch.equal(before, trainer.master["carryover_embedding"])
     assert all(1 <= r["al"] <= 5 and 1 <= r["al_first"] <= 5 for r in rows)
+
+
+def test_with_a_rank_only_low_rank_updates_are_trained(model, recorded):
+    trainer = make_trainer(model, recorded, "carryover", 60, rank=4)
+    start = trainer.export_weights()
+    first = trainer.run_cycle()["loss"]
+    while trainer.step < 60:
+        last = trainer.run_cycle()["loss"]
+    assert last < first - 0.3
+    changed = set()
+    for name, value in trainer.export_weights().items():
+        if value.dim() == 2:
+            assert 1 <= torch.linalg.matrix_rank(value - start[name], rtol=1e-4) <= 4, name
+        elif not torch.equal(value, start[name]):
+            changed.add(name)
+    assert changed == {"carryover_embedding"}
+
+
+def test_a_rank_that_saves_nothing_is_refused(model, recorded):
+    with pytest.raises(ValueError, match=r"^rank=16: too many for .*weight \(\d+, \d+\)"):
+        make_trainer(model, recorded, "plain", rank=16)
+    with pytest.raises(ValueError, match=r"^rank=-1: must be"):
+        TrainSettings(rank=-1)
 
 
 def test_export_folds_the_feature_scale(model, recorded):

@@ -13,18 +13,38 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..config import DrafterConfig
+from . import adapter
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MASK_FILE = "mask_embedding.pt"  # where vLLM looks for a learned mask embedding
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"  # [V, H] and [Vd, H], where the target's do not fit
+# [V, r], in the compact form [Vd, r]; and [Vd, r]
+MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"directory={str(path.parent)!r}: no {path.name} in it; a drafter folder holds config.json "
+            f"and {path.name}"
+        )
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path}: corrupt or incomplete ({error}); fetch the file again") from error
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     """All tensors of ``model.safetensors``, or of the shards that ``model.safetensors.index.json`` lists; see
     :func:`reduced_vocabulary` for ``d2t``. ``mask_embedding`` may lie in a file of its own, as vLLM wants it.
+    A folder with an ``adapter_config.json`` holds an update of another checkpoint
+    (:mod:`carryover_ext.drafters.adapter`); what the two make together is returned.
     """
     folder = Path(directory)
+    if adapter.is_adapter(folder):
+        base = read_tensors(adapter.base_folder(folder))
+        return adapter.merge(folder, base, _load(folder / adapter.WEIGHTS))
     names = [WEIGHTS]
     if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
         try:
@@ -35,16 +55,7 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
             ) from error
     tensors: dict[str, Tensor] = {}
     for name in names:
-        path = folder / name
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"directory={str(folder)!r}: no {name} in it; a drafter folder holds config.json "
-                f"and {WEIGHTS}"
-            )
-        try:
-            tensors.update(load_file(path))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{path}: corrupt or incomplete ({error}); fetch the file again") from error
+        tensors.update(_load(folder / name))
     if "mask_embedding" not in tensors and (folder / MASK_FILE).is_file():
         try:
             tensors["mask_embedding"] = torch.load(folder / MASK_FILE, weights_only=True)["embedding"]
@@ -55,6 +66,9 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
         tensors["d2t"] = tensors["d2t"] + torch.arange(tensors["d2t"].numel())
         if not torch.equal(tensors["d2t"], mask.nonzero()[:, 0]):
             raise ValueError(f"directory={str(folder)!r}: d2t and t2d list different tokens; fetch it again")
+        w1 = tensors.get(MARKOV_W1)
+        if w1 is not None and w1.shape[0] == tensors["d2t"].numel() < mask.numel():  # the compact form
+            tensors[MARKOV_W1] = w1.new_zeros(mask.numel(), w1.shape[1]).index_copy_(0, tensors["d2t"], w1)
     return tensors
 
 
@@ -69,18 +83,18 @@ def reduced_vocabulary(ids: Tensor, vocab_size: int, head: Tensor | None) -> dic
     return tensors if head is None else tensors | {HEAD: head}
 
 
-def write_tensors(directory: str | Path, tensors: dict[str, Tensor]) -> None:
-    """Write ``model.safetensors`` whole or not at all."""
+def write_tensors(directory: str | Path, tensors: dict[str, Tensor], file: str = WEIGHTS) -> None:
+    """Write ``model.safetensors`` (or ``file``) whole or not at all."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{WEIGHTS}.{os.getpid()}"
+    temporary = folder / f".{file}.{os.getpid()}"
     save_file(
         {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, temporary, metadata={"format": "pt"}
     )
     umask = os.umask(0)
     os.umask(umask)
     temporary.chmod(0o666 & ~umask)  # safetensors lets nobody but the owner read what it writes
-    os.replace(temporary, folder / WEIGHTS)
+    os.replace(temporary, folder / file)
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor], directory: str | Path) -> None:

@@ -175,9 +175,14 @@ def _changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _digest(checkpoint: Path) -> str:
     """Of the weights of a checkpoint."""
+    from carryover_ext.drafters import adapter
+
     digest = hashlib.sha256()
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        digest.update(file.read_bytes())
+    for folder in (
+        (checkpoint, adapter.base_folder(checkpoint)) if adapter.is_adapter(checkpoint) else (checkpoint,)
+    ):
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -210,12 +215,11 @@ def save_checkpoint(
 def run_train(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from carryover_ext.drafters.checkpoint import check_target
+    from carryover_ext.drafters.checkpoint import MARKOV_W1, check_target
     from carryover_ext.pretrained import load_target
     from carryover_ext.training import cost, initial
     from carryover_ext.training.distributed import from_environment
     from carryover_ext.training.draft_verify_draft import Head
-    from carryover_ext.training.drafting import MARKOV_W1
     from carryover_ext.training.features import JoinedStore
     from carryover_ext.training.target_pass import TargetPass
     from carryover_ext.training.trainer import train

@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carryover_ext.drafters.checkpoint import MARKOV_W1, MARKOV_W2
 from carryover_ext.training.anchors import Batch, gather_rows, slot_labels
 from carryover_ext.training.forward import Params
-
-MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
 def slot_rows(config: Any, hidden: Tensor) -> Tensor:

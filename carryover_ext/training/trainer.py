@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
-from carryover_ext.drafters.checkpoint import EMBED, HEAD
+from carryover_ext.drafters.adapter import LORA_A, LORA_B
+from carryover_ext.drafters.checkpoint import EMBED, HEAD, MARKOV_W1, MARKOV_W2
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
 from carryover_ext.training.cost import now
 from carryover_ext.training.distributed import Ranks
@@ -35,7 +36,7 @@ from carryover_ext.training.draft_verify_draft import (
     block_embeddings,
     draft_and_verify,
 )
-from carryover_ext.training.drafting import MARKOV_W1, MARKOV_W2, sequence_generators, slot_rows
+from carryover_ext.training.drafting import sequence_generators, slot_rows
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import draft_hidden, encode_rows
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
@@ -68,6 +69,9 @@ class TrainSettings:
     gamma: decay of the slots' weights ``exp(-(k-1)/gamma)``; 0 takes DFlash's value for the block length.
     drop_segment: share of blocks that train without their carried rows, so that OFF stays good.
     cycle, reuse: see the module docstring.
+    rank: trains updates of that rank to the matrices (LoRA, arXiv 2106.09685) instead of all weights, for
+        ``carryover export --to adapter``; norms and a Markov head stay as they are. Wants about five times
+        the learning rate. 0: all weights.
     """
 
     objective: str = "plain"
@@ -87,6 +91,7 @@ class TrainSettings:
     drop_segment: float = 0.1
     cycle: int = 8
     reuse: int = 1
+    rank: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +102,8 @@ class TrainSettings:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if not 0 < self.lr < math.inf:
             raise ValueError(f"lr={self.lr}: must be positive and finite")
+        if self.rank < 0:
+            raise ValueError(f"rank={self.rank}: must be positive, or 0 to train all weights")
         if self.carry_warmup < 0:
             raise ValueError(f"carry_warmup={self.carry_warmup}: must be a number of steps, 0 for none")
         if not 0 <= self.l1 <= 1:
@@ -125,6 +132,34 @@ def check_trainable(config: DrafterConfig, names: Iterable[str]) -> None:
             f"config: {', '.join(found)} cannot be trained yet; start from full layers, full and unscaled "
             "rotary, the target's own mask token, and no head or the vanilla Markov head"
         )
+
+
+def low_rank(weights: dict[str, Tensor], rank: int, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What stays as it is, and what is trained in its place: ``B A`` beside each matrix, B zero at first, and
+    the carryover embedding.
+
+    Raises:
+        ValueError: the rank saves nothing with one of the matrices.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    frozen, trained = {}, {}
+    for k, v in weights.items():
+        if k == "carryover_embedding":
+            trained[k] = v
+            continue
+        frozen[k] = v.detach()
+        if v.dim() != 2 or k in (MARKOV_W1, MARKOV_W2):
+            continue
+        rows, columns = v.shape
+        if rank * (rows + columns) >= v.numel():
+            raise ValueError(
+                f"rank={rank}: too many for {k} {tuple(v.shape)}; take fewer, or 0 for all weights"
+            )
+        a = torch.randn(rank, columns, generator=generator) / math.sqrt(columns)
+        name = k.removesuffix(".weight")
+        trained[name + LORA_A] = a.to(v).requires_grad_()
+        trained[name + LORA_B] = torch.zeros(rows, rank).to(v).requires_grad_()
+    return frozen, trained
 
 
 class Trainer:
@@ -172,6 +207,9 @@ class Trainer:
             for k, v in parameters.items()
             if k not in (EMBED, HEAD)
         }
+        self.frozen: dict[str, Tensor] = {}
+        if settings.rank:
+            self.frozen, self.master = low_rank(self.master, settings.rank, settings.seed)
         self.feature_scale = feature_scale.to(head.embed)
         slow = [v for k, v in self.master.items() if k != "carryover_embedding"]
         groups: list[dict[str, Any]] = [{"params": slow, "factor": 1.0}]
@@ -218,9 +256,19 @@ class Trainer:
             return None
         return stack_prefixes(parts, batch.ids.shape[1], self.head.device)
 
+    def _whole(self) -> dict[str, Tensor]:
+        """The weights by checkpoint name in float32, still attached to the graph."""
+        if not self.frozen:
+            return self.master
+        whole = {k: v for k, v in self.master.items() if not k.endswith((LORA_A, LORA_B))}
+        for k, v in self.frozen.items():
+            a, b = (self.master.get(k.removesuffix(".weight") + name) for name in (LORA_A, LORA_B))
+            whole[k] = v if a is None or b is None else v + b @ a
+        return whole
+
     def compute_weights(self) -> dict[str, Tensor]:
-        """The master weights in the target's dtype, still attached to the graph."""
-        return {k: v.to(self.head.embed.dtype) for k, v in self.master.items()}
+        """The weights in the target's dtype, still attached to the graph."""
+        return {k: v.to(self.head.embed.dtype) for k, v in self._whole().items()}
 
     def _labels(self, batch: Batch, anchors: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """Head rows ``[S,N,K,k+1]``, probabilities, weights ``[S,N,K]``, labels ``[S,N,K]`` of all slots, and
@@ -410,7 +458,7 @@ class Trainer:
 
     def export_weights(self) -> dict[str, Tensor]:
         """Weights by checkpoint name with the feature scale folded into ``fc.weight``."""
-        weights = {k: v.detach().to("cpu", copy=True) for k, v in self.master.items()}
+        weights = {k: v.detach().to("cpu", copy=True) for k, v in self._whole().items()}
         weights["fc.weight"] *= self.feature_scale.float().cpu()
         if self.config.own_vocabulary:
             weights |= {EMBED: self.head.embed.cpu(), HEAD: self.head.head.cpu()}

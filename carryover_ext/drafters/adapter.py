@@ -1,0 +1,119 @@
+"""Checkpoints that are a small update of another one: each changed matrix ``W`` is ``W_base + B A`` with thin
+``A [r, in]`` and ``B [out, r]`` (LoRA, arXiv 2106.09685), in PEFT's files and names.
+
+The drafters of a target share most of what they know, so that all of them are little larger than one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder holds an update instead of whole weights."""
+    return (folder / CONFIG).is_file()
+
+
+def base_folder(folder: Path) -> Path:
+    """The checkpoint that the update in ``folder`` belongs to.
+
+    Raises:
+        ValueError: ``adapter_config.json`` names none, or one that is an update itself; FileNotFoundError: it
+            is not there.
+    """
+    try:
+        name = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = folder / name
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG}: no base_model_name_or_path in it ({error})") from error
+    if not base.is_dir():
+        raise FileNotFoundError(
+            f"{folder / CONFIG}: base_model_name_or_path={name!r} is not there (looked for "
+            f"{os.path.normpath(base)}); the two folders belong together"
+        )
+    if is_adapter(base):
+        raise ValueError(
+            f"{folder / CONFIG}: base_model_name_or_path={name!r} is an update itself; the base must hold "
+            "whole weights"
+        )
+    return base
+
+
+def merge(folder: Path, base: dict[str, Tensor], update: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the checkpoint ``folder``: those of ``base``, without what its config drops, with the
+    update. Sums are made in float32 and kept in the base's dtype.
+
+    Raises:
+        ValueError: an update of a tensor that the base does not have, or of another shape.
+    """
+    settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    scale = settings.get("lora_alpha", 1) / settings.get("r", 1)
+    dropped = set(settings.get("tensors_dropped", ()))
+    merged = {name: value for name, value in base.items() if name not in dropped}
+    named = {name.removeprefix(PREFIX): value for name, value in update.items()}
+    for name, a in named.items():
+        if name.endswith(LORA_B):
+            continue
+        if not name.endswith(LORA_A):
+            merged[name] = a
+            continue
+        matrix = name.removesuffix(LORA_A) + ".weight"
+        b = named.get(name.removesuffix(LORA_A) + LORA_B)
+        old = merged.get(matrix)
+        if old is None or b is None or old.shape != (b.shape[0], a.shape[1]) or b.shape[1] != a.shape[0]:
+            found = None if b is None else tuple(b.shape)
+            raise ValueError(
+                f"{folder / WEIGHTS}: {name} {tuple(a.shape)} with B {found} does not fit {matrix} of the "
+                f"base, {None if old is None else tuple(old.shape)}"
+            )
+        merged[matrix] = (old.float() + scale * (b.float() @ a.float())).to(old.dtype)
+    return merged
+
+
+def factor(
+    base: dict[str, Tensor], tensors: dict[str, Tensor], rank: int
+) -> tuple[dict[str, Tensor], dict[str, Any], float]:
+    """``tensors`` as an update of ``base``: for each matrix that differs the best one of that rank (Eckart
+    and Young), by singular values; all else that differs is kept whole.
+
+    Returns:
+        the update's tensors in PEFT's names, its config without the base's name, and the share of the
+        differences' squared norm that the update keeps, of the matrix that loses most (1.0: nothing is lost).
+    """
+    update: dict[str, Tensor] = {}
+    kept, modules, whole = 1.0, [], []
+    for name, value in tensors.items():
+        old = base.get(name)
+        if old is not None and old.shape == value.shape and torch.equal(old, value):
+            continue
+        module = name.removesuffix(".weight")
+        thin = rank * sum(value.shape) < value.numel() and value.dim() == 2 and module != name
+        if old is None or old.shape != value.shape or not thin:
+            update[PREFIX + name] = value
+            whole.append(module)
+            continue
+        u, s, v = torch.linalg.svd(value.float() - old.float(), full_matrices=False)
+        root = s[:rank].sqrt()
+        update[PREFIX + module + LORA_A] = (root[:, None] * v[:rank]).to(value.dtype)
+        update[PREFIX + module + LORA_B] = (u[:, :rank] * root).to(value.dtype)
+        kept = min(kept, float(s[:rank].square().sum() / s.square().sum()))
+        modules.append(module)
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted(modules),
+        "modules_to_save": sorted(whole),
+        "tensors_dropped": sorted(set(base) - set(tensors)),
+    }
+    return update, settings, kept
