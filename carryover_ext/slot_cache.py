@@ -155,6 +155,15 @@ class SlotCache(Cache):
         self.host_lens = [self.host_lens[i] for i in keep.tolist()]
         self.batch = len(keep)
 
+    def rows(self, request: int, count: int, layers: int) -> Tensor:
+        """Keys and values of the first ``count`` rows of a request in the first layers, ``[count, layers, 2,
+        nkv, d]`` in the CPU's memory."""
+        both = [
+            torch.stack([layer.keys[request, :, :count], layer.values[request, :, :count]])
+            for layer in self.layers[:layers]
+        ]
+        return torch.stack(both).permute(3, 0, 1, 2, 4).contiguous().cpu()
+
     def reset_rows(self, rows: list[int] | None = None) -> None:
         """Forget the committed rows of the given requests (None: of all)."""
         for i in range(self.batch) if rows is None else rows:

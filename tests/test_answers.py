@@ -15,6 +15,7 @@ from carryover_ext.pretrained import load_target
 from carryover_ext.targets import TappedTarget
 from carryover_ext.training.answers import EngineBackend
 from carryover_ext.training.features import build_features
+from carryover_ext.training.prefixes import build_prefixes
 from carryover_ext.training.recordings import PromptIds, load_shard, record
 from carryover_ext.training.target_pass import TargetPass
 
@@ -68,6 +69,7 @@ def test_features_are_those_of_a_pass_over_the_recording(model, tmp_path, temper
         stop_token_ids=set(range(0, model.config.vocab_size, 9)),
         batch=batch,
         seed=4,
+        keep_kv=True,
     )
     found = {}
     record(
@@ -76,12 +78,15 @@ def test_features_are_those_of_a_pass_over_the_recording(model, tmp_path, temper
         tmp_path / "rec",
         settings={},
         shard_size=6,
-        keep=lambda stem: found.setdefault(stem, backend.features),
+        keep=lambda stem: found.setdefault(stem, (backend.features, backend.prefixes)),
     )
     build_features(tmp_path / "rec", tmp_path / "feat", TargetPass(model, TAPS))
+    build_prefixes(tmp_path / "rec", tmp_path / "kv", TargetPass(model, TAPS))
     assert list(found) == ["shard-00000", "shard-00001"]
-    for stem, data in found.items():
-        expected = torch.load(tmp_path / "feat" / f"{stem}.pt")
+    for folder, stem, data in (
+        (f, s, d) for s, both in found.items() for f, d in zip(("feat", "kv"), both, strict=True)
+    ):
+        expected = torch.load(tmp_path / folder / f"{stem}.pt")
         assert set(data) == set(expected)
         for name, value in expected.items():
             assert data[name].dtype == value.dtype
@@ -122,15 +127,17 @@ def test_recorded_features_are_used_by_training(tmp_path, capsys):
     target, other = (tiny_models.save_target(tmp_path / name, seed) for seed, name in enumerate(("t", "o")))
     out = tmp_path / "rec"
     line = ["record", "--prompts", str(prompt_file(tmp_path)), "--out", str(out), "--features", "--taps", "1"]
-    line += ["--max-new-tokens", "8", "--shard-size", "4", "--batch", "4", "--target"]
+    line += ["--max-new-tokens", "8", "--shard-size", "4", "--batch", "4", "--keep-prefixes", "--target"]
     assert main([*line, str(target)]) == 0
     features = tmp_path / "rec-features"
-    made = {f: f.stat().st_mtime_ns for f in features.glob("shard-*.pt")}
-    assert len(made) == 3
+    prefixes = tmp_path / "rec-features-prefixes"
+    made = {f: f.stat().st_mtime_ns for f in [*features.glob("shard-*.pt"), *prefixes.glob("shard-*.pt")]}
+    assert len(made) == 6
     model, _ = load_target(str(target))
     taps = json.loads((features / "features.json").read_text())["tap_ids"]
     build_features(out, features, TargetPass(model, taps))
-    assert {f: f.stat().st_mtime_ns for f in features.glob("shard-*.pt")} == made
+    build_prefixes(out, prefixes, TargetPass(model, taps))
+    assert {f: f.stat().st_mtime_ns for f in made} == made
     assert sum(len(load_shard(s)) for s in out.glob("shard-*.jsonl")) == 9
     assert main([*line, str(other)]) == 2
     assert "use a new folder" in capsys.readouterr().err
@@ -140,3 +147,5 @@ def test_features_need_the_engine(tmp_path, capsys):
     line = ["record", "--prompts", str(prompt_file(tmp_path)), "--out", str(tmp_path / "r")]
     assert main([*line, "--features", "--backend", "vllm"]) == 2
     assert "--backend engine" in capsys.readouterr().err
+    assert main([*line, "--keep-prefixes"]) == 2
+    assert "only with --features" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from carryover_ext.acceptance import Sampling, choose
 from carryover_ext.slot_cache import SlotCache
 from carryover_ext.targets import TappedTarget
 from carryover_ext.training.features import ShardFeatures, top_tokens
+from carryover_ext.training.prefixes import shard_prefixes
 
 PREFILL_TOKENS = 4096  # of one forward, padding included
 
@@ -24,7 +25,8 @@ PREFILL_TOKENS = 4096  # of one forward, padding included
 @dataclass
 class _Answer:
     """One answer of n tokens to a prompt of p: taps ``[p + n, F]``; of the rows from the prompt's last one
-    on, top_ids and top_probs ``[n + 1, k]`` and next_probs ``[n + 1]``."""
+    on, top_ids and top_probs ``[n + 1, k]`` and next_probs ``[n + 1]``; kv ``[p + n, layers, 2, nkv, d]``
+    (:mod:`carryover_ext.training.prefixes`)."""
 
     tokens: list[int]
     finish: str
@@ -32,6 +34,7 @@ class _Answer:
     top_ids: Tensor
     top_probs: Tensor
     next_probs: Tensor
+    kv: Tensor | None
 
 
 class EngineBackend:
@@ -45,6 +48,7 @@ class EngineBackend:
         stop_token_ids: end an answer, and are part of it.
         seed: what is drawn depends on it, on the place of the first prompt of a call and on ``batch``.
         top_k: most probable next tokens that are kept.
+        keep_kv: :attr:`prefixes` holds what :mod:`carryover_ext.training.prefixes` keeps of the last call.
     """
 
     def __init__(
@@ -57,11 +61,14 @@ class EngineBackend:
         batch: int,
         seed: int,
         top_k: int = 8,
+        keep_kv: bool = False,
     ) -> None:
         self.target, self.batch, self.seed, self.top_k = target, batch, seed, top_k
         self.max_new_tokens, self.sampling = max_new_tokens, Sampling(temperature)
         self.stops = frozenset(stop_token_ids)
+        self.kv_layers = max(target.tap_ids) + 1 if keep_kv else 0
         self.features: dict[str, Tensor] | None = None  # of the last call
+        self.prefixes: dict[str, Tensor] | None = None
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[list[int]], first: int) -> list[tuple[list[int], str]]:
@@ -79,6 +86,11 @@ class EngineBackend:
             answers |= zip(part, self._answer([prompts[i] for i in part], generator), strict=True)
         found = [answers[i] for i in range(len(prompts))]
         self.features = self._features(prompts, found) if self.target.tap_ids else None
+        if self.kv_layers:
+            self.prefixes = shard_prefixes(
+                [[*p, *a.tokens] for p, a in zip(prompts, found, strict=True)],
+                [a.kv for a in found if a.kv is not None],
+            )
         return [(a.tokens, a.finish) for a in found]
 
     def _prefill(self, prompts: list[Tensor]) -> tuple[SlotCache, Tensor, list[Tensor]]:
@@ -110,6 +122,7 @@ class EngineBackend:
         top_ids = torch.zeros(size, most + 1, k, dtype=torch.int32)
         top_probs, next_probs = torch.zeros(size, most + 1, k), torch.zeros(size, most + 1)
         tokens: list[list[int]] = [[] for _ in ids]
+        kv: list[Tensor | None] = [None] * size
         live = torch.arange(size)  # the request of each row
         ended = torch.zeros(size, dtype=torch.bool)
         for t in range(most + 1):
@@ -117,6 +130,9 @@ class EngineBackend:
             top_ids[live, t], top_probs[live, t] = best.int().cpu(), best_probs.cpu()
             if 4 * int(ended.sum()) >= len(live):
                 keep = (~ended).nonzero()[:, 0]
+                for row in ended.nonzero()[:, 0].tolist() if self.kv_layers else ():
+                    request = int(live[row])
+                    kv[request] = cache.rows(row, len(ids[request]) + len(tokens[request]), self.kv_layers)
                 if len(keep) == 0:
                     break
                 kept = keep.to(device)
@@ -142,11 +158,8 @@ class EngineBackend:
             n = len(own)
             whole = torch.cat([prompt_taps[i].cpu(), taps[i, :n]]) if prompt_taps else None
             finish = "stop" if own and own[-1] in self.stops else "length"
-            answers.append(
-                _Answer(
-                    own, finish, whole, top_ids[i, : n + 1], top_probs[i, : n + 1], next_probs[i, : n + 1]
-                )
-            )
+            best, likely, following = (x[i, : n + 1] for x in (top_ids, top_probs, next_probs))
+            answers.append(_Answer(own, finish, whole, best, likely, following, kv[i]))
         return answers
 
     def _features(self, prompts: Sequence[list[int]], answers: list[_Answer]) -> dict[str, Tensor]:

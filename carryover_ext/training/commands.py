@@ -162,9 +162,9 @@ def make_features(recordings: Path, features: Path | None, target: Any) -> Path:
 
 def make_prefixes(recordings: Path, features: Path, target: Any) -> Path:
     """The folder of a recording's prefixes, beside its features; they are made where they are missing."""
-    from carryover_ext.training.prefixes import build_prefixes
+    from carryover_ext.training.prefixes import build_prefixes, prefixes_folder
 
-    folder = features.with_name(features.name + "-prefixes")
+    folder = prefixes_folder(features)
     return _build("prefixes", build_prefixes, recordings, folder, target)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +21,34 @@ from carryover_ext.training.target_pass import Prefix, TargetPass
 
 @torch.inference_mode()
 def _extract(target: TargetPass, rows: list[Recording], batch_tokens: int) -> dict[str, Tensor]:
-    """``offsets [R+1]``, ``kv [tokens, layers, 2, nkv, d]`` (one piece of memory a recording) and
-    ``ids [tokens]``."""
-    lengths = [len(r.ids) for r in rows]
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    kv: Tensor | None = None
+    """The file of a shard, see :func:`shard_prefixes`."""
+    kv: list[Tensor] = [torch.empty(0)] * len(rows)
     for picked, ids in length_batches(rows, batch_tokens):
         prefix = target.prefix_kv(ids.to(target.device))
         both = torch.stack([torch.stack(prefix.keys, 2), torch.stack(prefix.values, 2)], 3)
-        if kv is None:
-            kv = torch.empty(int(offsets[-1]), *both.shape[2:], dtype=both.dtype)
         for j, i in enumerate(picked):
-            kv[int(offsets[i]) : int(offsets[i + 1])] = both[j, : lengths[i]]
-    assert kv is not None
-    return {"offsets": offsets, "kv": kv, "ids": all_ids([r.ids for r in rows])}
+            kv[i] = both[j, : len(rows[i].ids)].cpu()
+    return shard_prefixes([r.ids for r in rows], kv)
+
+
+def shard_prefixes(ids: Sequence[list[int]], kv: list[Tensor]) -> dict[str, Tensor]:
+    """The file of a shard: ``offsets [R+1]``, ``kv [tokens, layers, 2, nkv, d]`` (one piece of memory a
+    recording) and ``ids [tokens]``, of the K/V of each recording."""
+    return {
+        "offsets": torch.tensor([0, *map(len, ids)]).cumsum(0),
+        "kv": torch.cat(kv),
+        "ids": all_ids(ids),
+    }
+
+
+def prefixes_folder(features: Path) -> Path:
+    """Where the prefixes of a recording lie, beside its features."""
+    return features.with_name(features.name + "-prefixes")
+
+
+def prefixes_meta(tap_ids: Sequence[int], embed: Tensor, head: Tensor) -> dict[str, Any]:
+    """What decides the content of a folder of prefixes."""
+    return {"layers": max(tap_ids) + 1, "target": fingerprint(embed, head)}
 
 
 def build_prefixes(
@@ -49,7 +64,7 @@ def build_prefixes(
     Raises:
         ValueError: ``out`` was made with another target or another last tap, or is damaged.
     """
-    meta = {"layers": max(target.tap_ids) + 1, "target": fingerprint(target.embed, target.head)}
+    meta = prefixes_meta(target.tap_ids, target.embed, target.head)
     build_cache(
         "prefixes", recordings, out, meta, lambda rows: _extract(target, rows, batch_tokens), progress
     )

@@ -31,6 +31,12 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the target's features beside the recording, which training would compute anew otherwise "
         "(backend engine)",
     )
+    parser.add_argument(
+        "--keep-prefixes",
+        action="store_true",
+        help="with --features: keep the target's K/V as well (gigabytes: 21.5 KB a token for SmolLM2-135M), "
+        "which `train --keep-prefixes` would compute anew otherwise",
+    )
     parser.add_argument("--taps", type=positive, default=TAPS, help="tapped layers of the features")
     add_device(parser)
     parser.add_argument(
@@ -45,10 +51,13 @@ def run_record(args: argparse.Namespace) -> int:
     from carryover_ext.training.answers import EngineBackend
     from carryover_ext.training.backends import vllm_backend
     from carryover_ext.training.features import claim_cache, features_meta
+    from carryover_ext.training.prefixes import prefixes_folder, prefixes_meta
     from carryover_ext.training.recordings import Backend, load_prompts, record, save_atomic
 
     if args.features and args.backend != "engine":
         raise ValueError(f"--features: --backend {args.backend} does not give them; use --backend engine")
+    if args.keep_prefixes and not args.features:
+        raise ValueError("--keep-prefixes: only with --features; add it")
     tokenizer = load_tokenizer(args.target)
     prompts = load_prompts(
         args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit
@@ -68,14 +77,26 @@ def run_record(args: argparse.Namespace) -> int:
         model.to(training_device(args.device))
         taps = tap_ids(args.taps, model.config.num_hidden_layers) if args.features else []
         target = TappedTarget(model, taps)
-        engine = EngineBackend(target, stop_token_ids=stop_token_ids(model), batch=args.batch, **common)
+        engine = EngineBackend(
+            target,
+            stop_token_ids=stop_token_ids(model),
+            batch=args.batch,
+            keep_kv=args.keep_prefixes,
+            **common,
+        )
         backend = engine
         if args.features:
             folder = features_folder(args.out)
             meta = features_meta(taps, engine.top_k, target.embed_weight, target.head_weight)
             claim_cache("features", folder, meta)
 
+            kept = prefixes_folder(folder)
+            if args.keep_prefixes:
+                claim_cache("prefixes", kept, prefixes_meta(taps, target.embed_weight, target.head_weight))
+
             def keep(stem: str) -> None:
+                if engine.prefixes is not None:
+                    save_atomic(kept / f"{stem}.pt", engine.prefixes)
                 save_atomic(folder / f"{stem}.pt", engine.features)
 
     settings = {"target": str(args.target), "backend": args.backend, "batch": args.batch, **common}
