@@ -1,6 +1,6 @@
 """Real vLLM servers on loopback, driven with given prompts: plain, baseline, carryover-off, carryover.
 
-    python bench/serve.py --target smollm2-135m --prompts prompts.jsonl --limit 8 --drop-markov
+    python bench/serve.py --target smollm2-135m --prompts prompts.jsonl --limit 8
 
 In each repetition every arm gets a server, one after the other, in an order that rotates, so that a slow
 quarter of an hour of the machine falls on all arms, and one server's memory is enough. With --resident all
@@ -62,6 +62,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--target", default="smollm2-135m", help="a name, a Hugging Face folder, or a hub id")
     parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the repository's)")
     parser.add_argument("--baseline", help="folder of the baseline drafter (default: the repository's)")
+    parser.add_argument(
+        "--kind",
+        choices=bench.KINDS,
+        help="which of the repository's drafters (default: markov on a GPU, dflash where vLLM has no others)",
+    )
     parser.add_argument("--prompts", default="demo", help="JSON lines in the Spec-Bench form, or 'demo'")
     parser.add_argument(
         "--limit", type=int, default=8, help="prompts in all, spread over the tasks (default 8)"
@@ -110,7 +115,8 @@ def on_gpu() -> bool:
 def export_drafters(args: argparse.Namespace, arms: list[bench.Arm], sampled: bool) -> None:
     """Write the drafters of ``arms`` for vLLM, where :func:`command` looks for them. UserError for one that
     is missing or does not fit."""
-    settings = bench.Settings(args.target, "", [], drafter=args.drafter, baseline=args.baseline)
+    kind = args.kind or ("markov" if on_gpu() else "dflash")
+    settings = bench.Settings(args.target, "", [], drafter=args.drafter, baseline=args.baseline, kind=kind)
     for which in sorted({arm.drafter for arm in arms if arm.drafter}):
         source = bench.checkpoint_folder(settings, which)
         mended = which == "baseline" and sampled and not on_gpu()

@@ -70,7 +70,7 @@ def options(**changes: object) -> argparse.Namespace:
     values = {"max_new_tokens": 9, "forced_acceptance": None, "vllm_args": "--swap-space 0"}
     values |= {"concurrency": "1,4", "temperature": "0", "repeat": 2, "resident": False, "compile": False}
     values |= {"target": "t", "drafter": None, "baseline": None, "tokens": None, "dtype": "float32"}
-    values |= {"drop_markov": False}
+    values |= {"drop_markov": False, "kind": None}
     return argparse.Namespace(**(values | {"max_model_len": 512} | changes))
 
 
@@ -133,7 +133,7 @@ def test_a_missing_drafter_is_said_before_any_server_starts(monkeypatch) -> None
     monkeypatch.setattr(sys, "argv", [*arguments, "--out", "runs/never"])
     monkeypatch.setattr(serve.Path, "mkdir", lambda *_, **__: None)
     monkeypatch.setattr(serve.bench, "CHECKPOINTS", Path("nowhere"))
-    with pytest.raises(SystemExit, match=r"qwen2.5-coder-0.5b: no carryover drafter for it.*--drafter"):
+    with pytest.raises(SystemExit, match=r"qwen2.5-coder-0.5b: no (markov|dflash) carryover drafter for it.*--drafter"):
         serve.main()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from tiny import Steered, drafter_config, oracle_logits, plain, prompts, replay, tiny_drafter, tiny_target
 from torch import Tensor
 
-from carryover_ext.config import DrafterConfig
 from carryover_ext.engine import generate
 from carryover_ext.layers import apply_rotary, rotary_table
 from carryover_ext.targets import TappedTarget
@@ -311,24 +308,3 @@ def test_smollm2_greedy_is_lossless(batch: int) -> None:
         assert out.tokens == base.tokens and out.num_carried > 0 and out.acceptance_length > 2
         equal, total, carried = replay(drafter, target)
     assert equal == total > 0 and carried > 0
-
-
-SHIPPED = Path(__file__).parent.parent / "carryover_ext" / "checkpoints" / "smollm2-135m"
-
-
-@pytest.mark.parametrize("name", ["baseline", "carryover"])
-def test_shipped_checkpoint(name: str) -> None:
-    from carryover_ext.drafters import load_drafter
-
-    folder = SHIPPED / name
-    if not (folder / "model.safetensors").is_file():
-        pytest.skip(f"no trained weights in {os.path.relpath(folder)}")
-    drafter = load_drafter(folder, torch.float32)
-    assert isinstance(drafter.config, DrafterConfig) and drafter.config.carryover == (name == "carryover")
-    model, tokenizer = smollm2()
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": TEXTS[0]}], add_generation_prompt=True, return_dict=False
-    )
-    base = generate(model, None, ids, max_new_tokens=32, stop_token_ids=[])
-    out = generate(model, drafter, ids, max_new_tokens=32, stop_token_ids=[])
-    assert out.tokens == base.tokens and out.num_accepted > 0
