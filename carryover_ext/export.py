@@ -21,10 +21,10 @@ from torch import Tensor
 
 from .config import DSPARK, CarryoverConfig, DrafterConfig
 from .drafters import adapter, check_checkpoint
+from .drafters.adapter import MARKOV_W1
 from .drafters.checkpoint import (
     EMBED,
     HEAD,
-    MARKOV_W1,
     MASK_FILE,
     WEIGHTS,
     check_draft_vocabulary,

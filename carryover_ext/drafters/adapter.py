@@ -17,6 +17,8 @@ from torch import Tensor
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+# [V, r] and [Vd, r]; in the compact form both have the rows of the draft vocabulary
+MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
 def is_adapter(folder: Path) -> bool:
@@ -49,6 +51,13 @@ def base_folder(folder: Path) -> Path:
     return base
 
 
+def widen(rows: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Rows of the tokens ``ids`` among zero rows of all tokens; other ``rows`` are returned as they are."""
+    if rows.shape[0] != ids.numel() or ids.numel() == vocab_size:
+        return rows
+    return rows.new_zeros(vocab_size, *rows.shape[1:]).index_copy_(0, ids, rows)
+
+
 def merge(folder: Path, base: dict[str, Tensor], update: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the checkpoint ``folder``: those of ``base``, without what its config drops, with the
     update. Sums are made in float32 and kept in the base's dtype.
@@ -70,6 +79,8 @@ def merge(folder: Path, base: dict[str, Tensor], update: dict[str, Tensor]) -> d
         matrix = name.removesuffix(LORA_A) + ".weight"
         b = named.get(name.removesuffix(LORA_A) + LORA_B)
         old = merged.get(matrix)
+        if b is not None and old is not None and matrix == MARKOV_W1 and "d2t" in merged:
+            b = widen(b, merged["d2t"], old.shape[0])
         if old is None or b is None or old.shape != (b.shape[0], a.shape[1]) or b.shape[1] != a.shape[0]:
             found = None if b is None else tuple(b.shape)
             raise ValueError(
@@ -84,7 +95,8 @@ def factor(
     base: dict[str, Tensor], tensors: dict[str, Tensor], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, Any], float]:
     """``tensors`` as an update of ``base``: for each matrix that differs the best one of that rank (Eckart
-    and Young), by singular values; all else that differs is kept whole.
+    and Young), by singular values; all else that differs is kept whole. Of a Markov head the rows of the
+    reduced draft vocabulary alone are looked at.
 
     Returns:
         the update's tensors in PEFT's names, its config without the base's name, and the share of the
@@ -97,6 +109,8 @@ def factor(
         if old is not None and old.shape == value.shape and torch.equal(old, value):
             continue
         module = name.removesuffix(".weight")
+        if name == MARKOV_W1 and old is not None and "d2t" in tensors:
+            value, old = value[tensors["d2t"]], old[tensors["d2t"]]
         thin = rank * sum(value.shape) < value.numel() and value.dim() == 2 and module != name
         if old is None or old.shape != value.shape or not thin:
             update[PREFIX + name] = value

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ..config import DrafterConfig
 from . import adapter
+from .adapter import MARKOV_W1, widen
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MASK_FILE = "mask_embedding.pt"  # where vLLM looks for a learned mask embedding
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"  # [V, H] and [Vd, H], where the target's do not fit
-# [V, r], in the compact form [Vd, r]; and [Vd, r]
-MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -66,9 +65,8 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
         tensors["d2t"] = tensors["d2t"] + torch.arange(tensors["d2t"].numel())
         if not torch.equal(tensors["d2t"], mask.nonzero()[:, 0]):
             raise ValueError(f"directory={str(folder)!r}: d2t and t2d list different tokens; fetch it again")
-        w1 = tensors.get(MARKOV_W1)
-        if w1 is not None and w1.shape[0] == tensors["d2t"].numel() < mask.numel():  # the compact form
-            tensors[MARKOV_W1] = w1.new_zeros(mask.numel(), w1.shape[1]).index_copy_(0, tensors["d2t"], w1)
+        if MARKOV_W1 in tensors:
+            tensors[MARKOV_W1] = widen(tensors[MARKOV_W1], tensors["d2t"], mask.numel())
     return tensors
 
 

@@ -215,7 +215,8 @@ def save_checkpoint(
 def run_train(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from carryover_ext.drafters.checkpoint import MARKOV_W1, check_target
+    from carryover_ext.drafters.adapter import MARKOV_W1
+    from carryover_ext.drafters.checkpoint import check_target
     from carryover_ext.pretrained import load_target
     from carryover_ext.training import cost, initial
     from carryover_ext.training.distributed import from_environment

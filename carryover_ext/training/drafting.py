@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from carryover_ext.drafters.checkpoint import MARKOV_W1, MARKOV_W2
+from carryover_ext.drafters.adapter import MARKOV_W1, MARKOV_W2
 from carryover_ext.training.anchors import Batch, gather_rows, slot_labels
 from carryover_ext.training.forward import Params
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
-from carryover_ext.drafters.checkpoint import EMBED, HEAD, MARKOV_W1, MARKOV_W2
+from carryover_ext.drafters.adapter import MARKOV_W1, MARKOV_W2
+from carryover_ext.drafters.checkpoint import EMBED, HEAD
 from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.target_pass import TargetPass
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from carryover_ext.config import DrafterConfig
-from carryover_ext.drafters.adapter import LORA_A, LORA_B
-from carryover_ext.drafters.checkpoint import EMBED, HEAD, MARKOV_W1, MARKOV_W2
+from carryover_ext.drafters.adapter import LORA_A, LORA_B, MARKOV_W1, MARKOV_W2
+from carryover_ext.drafters.checkpoint import EMBED, HEAD
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
 from carryover_ext.training.cost import now
 from carryover_ext.training.distributed import Ranks
