@@ -118,6 +118,18 @@ def test_a_compact_markov_head_has_the_rows_of_the_draft_vocabulary(tmp_path: Pa
     assert not rows[~inside].any()
 
 
+def test_a_head_that_did_not_change_is_not_in_the_update(tmp_path: Path, target: Path) -> None:
+    """Though a compact base has none of the rows outside the draft vocabulary."""
+    own = make(tmp_path / "own", markov=True, reduced=True)
+    base = export_checkpoint(own, tmp_path / "base", "compact").folder
+    source = changed(own, tmp_path / "source")
+    written = export_checkpoint(source, tmp_path / "small", "adapter", base=base, rank=RANK)
+    assert not any("rank" in note for note in written.notes)
+    assert not any("markov" in name for name in load_file(tmp_path / "small" / adapter.WEIGHTS))
+    compact = export_checkpoint(source, tmp_path / "compact", "compact").folder
+    assert torch.equal(drafts(tmp_path / "small", target, True), drafts(compact, target, True))
+
+
 def damage(folder: Path, what: str) -> None:
     config = json.loads((folder / adapter.CONFIG).read_text())
     if what == "unnamed":

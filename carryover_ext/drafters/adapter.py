@@ -106,11 +106,11 @@ def factor(
     kept, modules, whole = 1.0, [], []
     for name, value in tensors.items():
         old = base.get(name)
+        if name == MARKOV_W1 and old is not None and "d2t" in tensors:
+            value, old = value[tensors["d2t"]], old[tensors["d2t"]]
         if old is not None and old.shape == value.shape and torch.equal(old, value):
             continue
         module = name.removesuffix(".weight")
-        if name == MARKOV_W1 and old is not None and "d2t" in tensors:
-            value, old = value[tensors["d2t"]], old[tensors["d2t"]]
         thin = rank * sum(value.shape) < value.numel() and value.dim() == 2 and module != name
         if old is None or old.shape != value.shape or not thin:
             update[PREFIX + name] = value
