@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FORMAT = "carryover-bench/2"
 LABELS = {"plain": "plain", "baseline": "base", "carryover-off": "OFF", "carryover": "ON"}
+KINDS = {"dflash": "DFlash", "markov": "Markov"}
 COLOURS = {"plain": "#9a9a9a", "baseline": "#4477aa", "carryover-off": "#e8c48a", "carryover": "#cc5a1e"}
 ALL = "all"
 
@@ -318,9 +319,11 @@ def unexplained(doc: dict[str, Any]) -> int:
 
 
 def settings_text(settings: dict[str, Any]) -> str:
-    """Target, dtype, temperature, batch and block in one phrase."""
+    """Target, kind of the repository's drafters, dtype, temperature, batch and block in one phrase."""
     block = "" if settings["block"] is None else f", block {settings['block']}"
-    what = f"{Path(settings['target']).name}, {settings['dtype']}, T = {settings['temperature']:g}"
+    named = settings.get("drafter") or settings.get("baseline")
+    kind = "" if named or "kind" not in settings else f"{KINDS[settings['kind']]}, "
+    what = f"{Path(settings['target']).name}, {kind}{settings['dtype']}, T = {settings['temperature']:g}"
     return f"{what}, batch {settings['batch']}{block}"
 
 

@@ -16,7 +16,6 @@ from carryover_ext.training.recordings import write_atomic
 
 Document = dict[str, Any]
 BASELINE, OFF = "carryover/baseline", "carryover/carryover-off"
-KINDS = {"dflash": "DFlash", "markov": "Markov"}
 
 
 def add_results_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +69,7 @@ def read(path: Path) -> Document:
 
 def title(doc: Document) -> str:
     s = doc["settings"]
-    return f"{s['target']}, {KINDS[s['drafter']]}, T = {s['temperature']:g}"
+    return f"{s['target']}, {report.KINDS[s['drafter']]}, T = {s['temperature']:g}"
 
 
 def percent(gain: dict[str, float] | None) -> str:
