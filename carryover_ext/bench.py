@@ -59,7 +59,8 @@ class Prompt:
 @dataclass
 class Settings:
     """What decides the outcome of a benchmark; stored in its JSON. ``block`` None: the length the drafter
-    was trained with. ``kind``: of the repository's drafters, where none is named."""
+    was trained with; ``dtype`` "auto": the one that this CPU is fast with (both are replaced by what they
+    stand for). ``kind``: of the repository's drafters, where none is named."""
 
     target: str
     prompts: str
@@ -70,7 +71,7 @@ class Settings:
     temperature: float = 0.0
     batch: int = 1
     block: int | None = None
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     max_new_tokens: int = 128
     seed: int = 0
     drafter: str | None = None
@@ -198,11 +199,14 @@ class Session:
         from .drafters import load_drafter
         from .environment import cached_targets
         from .named_targets import NAMES
+        from .packing import fast_dtype
         from .pretrained import load_target
 
         self.settings = settings
         self.arms = [ARMS[name] for name in settings.arms]
         folders = {arm.drafter: checkpoint_folder(settings, arm.drafter) for arm in self.arms if arm.drafter}
+        if settings.dtype == "auto":
+            settings.dtype = str(fast_dtype()).removeprefix("torch.")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         logging.disable_progress_bar()
         absent = settings.target in NAMES and settings.target not in cached_targets()

@@ -17,7 +17,7 @@ from . import __version__, bench
 from .named_targets import NAMES
 
 TARGET = "smollm2-135m"
-DTYPES = ("bfloat16", "float32")
+DTYPES = ("auto", "bfloat16", "float32")
 # name: what it does, and the module of carryover_ext.training that does it
 TRAINING = {
     "record": ("let the target answer prompts, for training", "record"),
@@ -63,7 +63,12 @@ def add_model_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument(
         "--kind", choices=bench.KINDS, default="markov", help="which of the repository's drafters"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto (default): bfloat16, or float32 on a CPU without instructions for it",
+    )
     parser.add_argument("--threads", type=positive, help="threads of PyTorch (default: its own choice)")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0)

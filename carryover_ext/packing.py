@@ -1,7 +1,12 @@
-"""Weights in oneDNN's own blocked layout, for bfloat16 linear layers on the CPU.
+"""Weights laid out anew for linear layers on the CPU that have few rows, as decoding and drafting have.
 
-PyTorch's linear puts the weight into that layout at every call, which costs more than the product itself when
-there are few rows. A packed copy gives the same bits in about half of the time, for the price of the memory.
+bfloat16: oneDNN's own blocked layout. PyTorch's linear puts the weight into it at every call, which costs
+more than the product itself when there are few rows; a packed copy gives the same bits in about half of the
+time.
+
+float32: FBGEMM's layout of float16 weights, for weights that float16 holds exactly (those of a bfloat16
+checkpoint read as float32 are): half of the bytes, products and sums in float32. This is how a CPU without
+bfloat16 instructions runs a bfloat16 model: PyTorch's own bfloat16 kernels take ten times as long there.
 """
 
 from __future__ import annotations
@@ -14,28 +19,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# A rounding is let pass next to zero alone (below 2^-16), where float16 numbers are 2^-24 apart, and where it
+# is nothing beside the largest weight.
+ROUNDING, OF_LARGEST = 2.0**-25, 2.0**-16
+
+
+def _has_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+    """The dtype in which linear layers run fastest: bfloat16 on a GPU and on a CPU whose oneDNN knows it,
+    float32 on other CPUs (x86 without AVX-512).
+    """
+    return torch.float32 if torch.device(device).type == "cpu" and not _has_bf16() else torch.bfloat16
+
+
+def _is_half(weight: Tensor) -> bool:
+    """Whether float16 holds every number of ``weight``, but for those that are next to nothing."""
+    bound = (weight.abs().max() * OF_LARGEST).clamp(max=ROUNDING)
+    return all(
+        bool(((rows.half().float() - rows).abs() <= bound).all())
+        for rows in weight.split(max(1, (1 << 22) // weight.shape[1]))
+    )
+
 
 class PackedWeight:
-    """A weight ``[out, in]`` in oneDNN's layout; only :func:`linear` can use it."""
+    """A weight ``[out, in]`` in a layout of its own, with a bias ``[out]`` or none: called with ``x [...,
+    in]`` it gives ``x @ weight.T + bias``, without a gradient."""
 
-    __slots__ = ("data",)
+    __slots__ = ("_run",)
 
-    def __init__(self, weight: Tensor) -> None:
-        self.data = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        weight = weight.detach().contiguous()
+        if weight.dtype == torch.bfloat16:
+            data = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+            blocked: Any = torch.ops.mkldnn._linear_pointwise.default
+            self._run: Callable[[Tensor], Tensor] = lambda x: blocked(x, data, bias, "none", [], "")
+        else:
+            half = torch.ops.quantized.linear_prepack_fp16(weight, None if bias is None else bias.detach())
+            product: Any = torch.ops.quantized.linear_dynamic_fp16.default
+            self._run = lambda x: product(x, half)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._run(x)
 
     def __deepcopy__(self, memo: Any) -> PackedWeight:
         return self  # never written to
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether packing is possible and pays: bfloat16 on a CPU whose oneDNN knows it."""
-    return (
-        weight.dtype == torch.bfloat16
-        and weight.device.type == "cpu"
-        and weight.numel() > 0
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    """Whether packing is possible and pays: on a CPU, bfloat16 that oneDNN knows, or float32 of no more
+    digits than float16 has, where there is FBGEMM (x86 with AVX2)."""
+    if weight.device.type != "cpu" or weight.dim() != 2 or weight.numel() == 0:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return _has_bf16()
+    engines = torch.backends.quantized.supported_engines
+    return weight.dtype == torch.float32 and "fbgemm" in engines and _is_half(weight.detach())
 
 
 def pack(weight: Tensor) -> Tensor | PackedWeight:
@@ -48,12 +89,16 @@ def pack(weight: Tensor) -> Tensor | PackedWeight:
 
 def linear(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     """``x [..., in] @ weight.T`` for a weight from :func:`pack` (no gradient) or a plain one."""
-    if not isinstance(weight, PackedWeight):
-        return F.linear(x, weight)
-    return torch.ops.mkldnn._linear_pointwise(x, weight.data, None, "none", [], "")
+    return weight(x) if isinstance(weight, PackedWeight) else F.linear(x, weight)
 
 
-_PACKS: WeakKeyDictionary[nn.Module, tuple[tuple[int, int], PackedWeight]] = WeakKeyDictionary()
+_Key = tuple[tuple[int, int] | None, ...]
+_PACKS: WeakKeyDictionary[nn.Module, tuple[_Key, PackedWeight | None]] = WeakKeyDictionary()
+
+
+def _version(tensor: Tensor | None) -> tuple[int, int] | None:
+    """Changes when the tensor is another one or is written to."""
+    return None if tensor is None else (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
 
 
 def pack_linears(modules: list[nn.Module]) -> Callable[[], None]:
@@ -66,16 +111,17 @@ def pack_linears(modules: list[nn.Module]) -> Callable[[], None]:
     changed: list[nn.Linear] = []
     for root in modules:
         for layer in root.modules():
-            if type(layer) is not nn.Linear or not can_pack(layer.weight) or "forward" in layer.__dict__:
+            if type(layer) is not nn.Linear or "forward" in layer.__dict__:
                 continue
-            key = (layer.weight.data_ptr(), 0 if layer.weight.is_inference() else layer.weight._version)
+            key = (_version(layer.weight), _version(layer.bias))
             kept = _PACKS.get(layer)
             if kept is None or kept[0] != key:
-                packed = pack(layer.weight)
-                assert isinstance(packed, PackedWeight)
+                with torch.inference_mode(False), torch.no_grad():
+                    packed = PackedWeight(layer.weight, layer.bias) if can_pack(layer.weight) else None
                 kept = _PACKS[layer] = (key, packed)
-            layer.forward = _forward(kept[1].data, layer.bias)  # type: ignore[method-assign, assignment]
-            changed.append(layer)
+            if kept[1] is not None:
+                layer.forward = kept[1]  # type: ignore[method-assign, assignment]
+                changed.append(layer)
 
     def undo() -> None:
         for layer in changed:
@@ -83,12 +129,3 @@ def pack_linears(modules: list[nn.Module]) -> Callable[[], None]:
         changed.clear()
 
     return undo
-
-
-def _forward(data: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    run: Any = torch.ops.mkldnn._linear_pointwise.default
-
-    def forward(x: Tensor) -> Tensor:
-        return run(x, data, bias, "none", [], "")
-
-    return forward

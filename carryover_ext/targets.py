@@ -39,8 +39,8 @@ class TappedTarget:
 
     Args:
         model: a ``...ForCausalLM``, in eval mode.
-        pack_weights: give the linear layers packed weights while this object lives (None: on a CPU in
-            bfloat16); the output has the same bits. See :mod:`carryover_ext.packing`.
+        pack_weights: give the linear layers packed weights while this object lives, where that is possible;
+            False: do not. See :mod:`carryover_ext.packing`.
         tap_ids: decoder layers to tap, in the order in which their states are laid side by side. Empty: no
             features.
     """

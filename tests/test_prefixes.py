@@ -34,7 +34,7 @@ def test_kept_prefixes_are_the_targets_own(model, recorded, kept):  # noqa: F811
     store = JoinedStore([one, one])
     picks = [0, 3, len(one) + 5, len(store) - 1]
     batch = load_batch(store, picks, 6, torch.Generator().manual_seed(0))
-    prefix = stack_prefixes([store.prefix(i) for i in picks], batch.ids.shape[1], torch.device("cpu"))
+    prefix = stack_prefixes([store.prefix(i) for i in picks], batch.ids.shape[1], torch.zeros(1))
     made = target.prefix_kv(batch.ids)
     assert len(prefix.keys) == len(made.keys) == max(TAPS) + 1
     for mine, other in zip((*prefix.keys, *prefix.values), (*made.keys, *made.values), strict=True):
@@ -77,7 +77,7 @@ def test_a_kept_prefix_is_what_is_verified_against(model, recorded, kept):  # no
     store = FeatureStore(*recorded, prefixes=PrefixStore(kept))
     batch = load_batch(store, [0, 1], 4, torch.Generator().manual_seed(0))
     parts = [torch.zeros_like(store.prefix(i)) for i in (0, 1)]
-    zeros = stack_prefixes(parts, batch.ids.shape[1], torch.device("cpu"))
+    zeros = stack_prefixes(parts, batch.ids.shape[1], torch.zeros(1))
     arguments = (
         weights_for(config, model),
         config,

@@ -82,6 +82,16 @@ def training_device(name: str | None) -> torch.device:
     return torch.device(chosen)
 
 
+def load_on(device: str | None, target: str) -> tuple[Any, Any]:
+    """Model, on the device of that name and in the dtype that it is fast with, and tokenizer of a target."""
+    from carryover_ext.packing import fast_dtype
+    from carryover_ext.pretrained import load_target
+
+    chosen = training_device(device)
+    model, tokenizer = load_target(target, fast_dtype(chosen))
+    return model.to(chosen), tokenizer
+
+
 def add_temperature(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
@@ -217,7 +227,6 @@ def run_train(args: argparse.Namespace) -> int:
 
     from carryover_ext.drafters.adapter import MARKOV_W1
     from carryover_ext.drafters.checkpoint import check_target
-    from carryover_ext.pretrained import load_target
     from carryover_ext.training import cost, initial
     from carryover_ext.training.distributed import from_environment
     from carryover_ext.training.draft_verify_draft import Head
@@ -232,8 +241,7 @@ def run_train(args: argparse.Namespace) -> int:
     if args.features and len(args.features) != len(args.recordings):
         raise ValueError(f"--features: {len(args.features)} for {len(args.recordings)} --recordings")
     settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
-    model, tokenizer = load_target(args.target)
-    model.to(training_device(args.device))
+    model, tokenizer = load_on(args.device, args.target)
     config = start_config(args, model, tokenizer)
     weights, vocab = load_weights(args.init) if args.init else ({}, None)
     target = TargetPass(model, config.target_layer_ids)
@@ -304,7 +312,7 @@ def run_train(args: argparse.Namespace) -> int:
         head_rows=trainer.head.head.shape[0],
         carried=settings.objective == "carryover",
     )
-    ceiling = cost.matrix_rate(target.device)
+    ceiling = cost.matrix_rate(target.device, target.head.dtype)
     checkpoint = args.out / "checkpoint"
     console = Console(quiet=not ranks.first)
     console.print(
@@ -331,7 +339,7 @@ def run_train(args: argparse.Namespace) -> int:
 
         def save() -> None:
             nonlocal ceiling  # on a shared machine the first measurement can fall into a bad moment
-            ceiling = max(ceiling, cost.matrix_rate(target.device))
+            ceiling = max(ceiling, cost.matrix_rate(target.device, target.head.dtype))
             save_checkpoint(checkpoint, config, trainer.export_weights(), vocab, trainer.head.head)
 
         train(trainer, args.out, show, save, args.save_every, validation, args.validate_every)

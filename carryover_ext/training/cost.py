@@ -49,9 +49,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def matrix_rate(
-    device: torch.device, dtype: torch.dtype = torch.bfloat16, size: int | None = None, repeats: int = 7
-) -> float:
+def matrix_rate(device: torch.device, dtype: torch.dtype, size: int | None = None, repeats: int = 7) -> float:
     """Operations a second of a large linear layer in ``dtype``: the ceiling that a step is compared with
     (best of runs). ``size``: 1536 on a CPU, 8192 on a GPU."""
     size = size or (8192 if device.type == "cuda" else 1536)

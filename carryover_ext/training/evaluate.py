@@ -20,12 +20,12 @@ from carryover_ext.config import DrafterConfig
 from carryover_ext.training.commands import (
     add_device,
     add_temperature,
+    load_on,
     load_weights,
     make_features,
     open_store,
     progress_bar,
     recorded_temperature,
-    training_device,
 )
 from carryover_ext.training.evaluation import Arm, Tally, as_compute, evaluate_arms
 from carryover_ext.training.recordings import prompts, write_atomic
@@ -118,7 +118,6 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
     from carryover_ext.bench import check_out
     from carryover_ext.drafters.checkpoint import check_target
-    from carryover_ext.pretrained import load_target
     from carryover_ext.training.draft_verify_draft import Head
     from carryover_ext.training.target_pass import TargetPass
 
@@ -131,8 +130,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
         if args.out.is_dir():
             raise ValueError(f"--out {args.out}: is a folder; name a JSON file")
     temperature = recorded_temperature(args.recordings, args.temperature)
-    model, _ = load_target(args.target)
-    model.to(training_device(args.device))
+    model, _ = load_on(args.device, args.target)
     arms, vocab = _load_arms(args, model.dtype, model.device)
     target = TargetPass(model, arms[0].config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers

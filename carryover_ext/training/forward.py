@@ -100,8 +100,9 @@ def shared_prefix_attention(
 
 
 def encode_rows(p: Params, config: Any, features: Tensor, carried: bool = False) -> Tensor:
-    """``fc`` and ``hidden_norm`` of tapped rows ``[..., F]``; ``carried`` adds the carryover embedding."""
-    u = F.linear(features, p["fc.weight"])
+    """``fc`` and ``hidden_norm`` of tapped rows ``[..., F]``, whatever dtype they were recorded in;
+    ``carried`` adds the carryover embedding."""
+    u = F.linear(features.to(p["fc.weight"].dtype), p["fc.weight"])
     pre = config.carry_embed_at == "pre_norm"
     if carried and pre:
         u = u + p["carryover_embedding"].to(u.dtype)

@@ -95,11 +95,12 @@ class PrefixStore:
         return data["kv"][start:end]
 
 
-def stack_prefixes(parts: Sequence[Tensor], width: int, device: torch.device) -> Prefix:
-    """K/V of sequences ``[T_i, layers, 2, nkv, d]`` side by side, padded on the right to ``width``."""
+def stack_prefixes(parts: Sequence[Tensor], width: int, like: Tensor) -> Prefix:
+    """K/V of sequences ``[T_i, layers, 2, nkv, d]`` side by side, padded on the right to ``width``; dtype and
+    device are those of ``like``."""
     layers = parts[0].shape[1]
     kv = torch.zeros(layers, 2, len(parts), width, *parts[0].shape[3:], dtype=parts[0].dtype)
     for i, part in enumerate(parts):
         kv[:, :, i, : len(part)] = part.permute(1, 2, 0, 3, 4)
-    kv = kv.to(device)
+    kv = kv.to(like.device, like.dtype)
     return Prefix([kv[layer, 0] for layer in range(layers)], [kv[layer, 1] for layer in range(layers)])

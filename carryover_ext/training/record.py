@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from carryover_ext.cli import positive, temperature
-from carryover_ext.training.commands import add_device, features_folder, progress_bar, training_device
+from carryover_ext.training.commands import add_device, features_folder, load_on, progress_bar
 from carryover_ext.training.shapes import TAPS, tap_ids
 
 
@@ -46,7 +46,7 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_record(args: argparse.Namespace) -> int:
-    from carryover_ext.pretrained import load_target, load_tokenizer, stop_token_ids, target_path
+    from carryover_ext.pretrained import load_tokenizer, stop_token_ids, target_path
     from carryover_ext.targets import TappedTarget
     from carryover_ext.training.answers import EngineBackend
     from carryover_ext.training.backends import vllm_backend
@@ -73,8 +73,7 @@ def run_record(args: argparse.Namespace) -> int:
             target_path(args.target), max_prompt_tokens=args.max_prompt_tokens, batch=args.batch, **common
         )
     else:
-        model, _ = load_target(args.target)
-        model.to(training_device(args.device))
+        model, _ = load_on(args.device, args.target)
         taps = tap_ids(args.taps, model.config.num_hidden_layers) if args.features else []
         target = TappedTarget(model, taps)
         engine = EngineBackend(

@@ -254,7 +254,7 @@ class Trainer:
         parts = [part for i in picks if (part := self.store.prefix(i)) is not None]
         if len(parts) < len(picks):
             return None
-        return stack_prefixes(parts, batch.ids.shape[1], self.head.device)
+        return stack_prefixes(parts, batch.ids.shape[1], self.head.embed)
 
     def _whole(self) -> dict[str, Tensor]:
         """The weights by checkpoint name in float32, still attached to the graph."""
