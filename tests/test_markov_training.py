@@ -255,6 +255,19 @@ def test_train_and_evaluate_commands(tmp_path, capsys):
     assert "--layout dflash: --init" in capsys.readouterr().err
     assert main([*train, init, "--drafter=dflash", f"--out={tmp_path}/c"]) == 2
     assert "--drafter dflash: --init" in capsys.readouterr().err
+    # The same embedding in another drafter, which has none of its own to begin with.
+    given = [*train, init, f"--carry-init={tmp_path}/b/checkpoint", "--lr=1e-12"]
+    assert not main([*given, "--objective=carryover", f"--out={tmp_path}/d"])
+    moved = load_drafter(tmp_path / "d" / "checkpoint").carryover_embedding
+    assert torch.equal(moved, carry.carryover_embedding) and moved.abs().max() > 0
+    assert main([*given, f"--out={tmp_path}/e"]) == 2 and not (tmp_path / "e").exists()
+    assert "only with --objective carryover" in capsys.readouterr().err
+    given[-2] = f"--carry-init={tmp_path}/a/checkpoint"
+    assert main([*given, "--objective=carryover", f"--out={tmp_path}/e"]) == 2
+    assert "has no carryover_embedding" in capsys.readouterr().err
+    # A run that was begun with it is not gone on with without it.
+    assert main([*train, init, "--lr=1e-12", "--objective=carryover", f"--out={tmp_path}/d"]) == 2
+    assert f"--carry-init None: --out {tmp_path}/d was begun from other weights" in capsys.readouterr().err
     run = ["evaluate", *common, f"--recordings={tmp_path}/rec", f"--drafter={tmp_path}/b/checkpoint"]
     assert not main([*run, f"--out={tmp_path}/result.json"])
     found = json.loads((tmp_path / "result.json").read_text())

@@ -42,6 +42,12 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--init", type=Path, help="checkpoint to start from (default: the target's own late layers)"
     )
     add_shape_arguments(parser)
+    parser.add_argument(
+        "--carry-init",
+        type=Path,
+        help="checkpoint whose carryover embedding to start with: that of a short run, say, in which another "
+        "drafter learned to let the rows in (default: that of --init, or zero)",
+    )
     parser.add_argument("--carry-embed-at", choices=("pre_norm", "post_norm"), default="pre_norm")
     parser.add_argument("--carry-positions", choices=("verify", "shifted"), default="verify")
     parser.add_argument("--threads", type=positive)
@@ -207,6 +213,26 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     return {k: v.float() for k, v in tensors.items()}, vocab
 
 
+def carry_embedding(folder: Path, config: DrafterConfig) -> Tensor:
+    """The carryover embedding of a checkpoint, for a drafter with ``config``, in float32.
+
+    Raises:
+        ValueError: the drafter has none, or the checkpoint none of its size or for its place.
+    """
+    name = "carryover_embedding"
+    if not config.carryover:
+        raise ValueError(f"--carry-init {folder}: only with --objective carryover; leave it out")
+    other, found = DrafterConfig.from_pretrained(folder), load_weights(folder)[0].get(name)
+    if found is None:
+        raise ValueError(f"--carry-init {folder}: has no {name}; name a checkpoint trained with Carryover")
+    if len(found) != config.hidden_size or other.carry_embed_at != config.carry_embed_at:
+        raise ValueError(
+            f"--carry-init {folder}: its {name} is {len(found)} numbers added {other.carry_embed_at}; the "
+            f"drafter needs {config.hidden_size}, {config.carry_embed_at}"
+        )
+    return found
+
+
 def save_checkpoint(
     folder: Path, config: DrafterConfig, weights: dict[str, Tensor], vocab: Tensor | None, head: Tensor
 ) -> None:
@@ -244,6 +270,7 @@ def run_train(args: argparse.Namespace) -> int:
     model, tokenizer = load_on(args.device, args.target)
     config = start_config(args, model, tokenizer)
     weights, vocab = load_weights(args.init) if args.init else ({}, None)
+    embedding = carry_embedding(args.carry_init, config) if args.carry_init else None
     target = TargetPass(model, config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     check_target(config, target.embed, target.head, layers, hidden, None)
@@ -269,17 +296,19 @@ def run_train(args: argparse.Namespace) -> int:
                 held_out.append(open_store(recordings, folder, holdout=True, temperature=drawn_at))
     store = stores[0] if len(stores) == 1 else JoinedStore(stores)
     start = args.out / "start.pt"
-    source = None if args.init is None else _digest(args.init)
+    origins = {"--init": args.init, "--carry-init": args.carry_init}
+    source = {name: _digest(folder) for name, folder in origins.items() if folder}
     if start.exists():  # a resumed run keeps what it began with, also when recordings were added since
         begun = load_saved(start)
         changed = _changes(begun.get("config", {}), config.to_dict())
         if changed:
             raise ValueError(f"--out {args.out}: was begun with another drafter {changed}; use a new folder")
-        if begun.get("init", source) != source:
-            raise ValueError(
-                f"--init {args.init}: --out {args.out} was begun from other weights; use a new folder, or "
-                "delete it to train anew"
-            )
+        for name, folder in origins.items():
+            if begun.get("source", source).get(name) != source.get(name):
+                raise ValueError(
+                    f"{name} {folder}: --out {args.out} was begun from other weights; use a new folder, or "
+                    "delete it to train anew"
+                )
         weights, vocab, rms = begun["weights"], begun["vocab"], begun["rms"]
     else:
         rms = initial.tap_rms(store)
@@ -296,8 +325,10 @@ def run_train(args: argparse.Namespace) -> int:
             weights |= initial.markov_head(config, store, vocab)
         if config.carryover:
             weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))
+        if embedding is not None:
+            weights["carryover_embedding"] = embedding
         args.out.mkdir(parents=True, exist_ok=True)
-        begun = {"weights": weights, "vocab": vocab, "rms": rms, "config": config.to_dict(), "init": source}
+        begun = {"weights": weights, "vocab": vocab, "rms": rms, "config": config.to_dict(), "source": source}
         save_atomic(start, begun)
     if ranks.first:
         ranks.barrier()
