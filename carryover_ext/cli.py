@@ -21,6 +21,7 @@ DTYPES = ("auto", "bfloat16", "float32")
 # name: what it does, and the module of carryover_ext.training that does it
 TRAINING = {
     "record": ("let the target answer prompts, for training", "record"),
+    "answers": ("put recorded answers into one small file, without the prompts' text", "answer_files"),
     "train": ("train a drafter on recordings: baseline, then parallel draft-verify-draft", "commands"),
     "evaluate": ("acceptance length of drafters on held-out recordings", "evaluate"),
     "cells": ("train and evaluate every drafter of a results page, resumable", "cells"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from carryover_ext.cli import positive, temperature
 from carryover_ext.training.commands import add_device, features_folder, load_on, progress_bar
+from carryover_ext.training.recordings import PromptIds
 from carryover_ext.training.shapes import TAPS, tap_ids
 
 
@@ -23,6 +24,12 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=positive, default=160)
     parser.add_argument("--max-prompt-tokens", type=positive, default=288)
     parser.add_argument("--temperature", type=temperature, default=0.0)
+    parser.add_argument(
+        "--answers",
+        type=Path,
+        help="file of `carryover answers`: the answers, and their temperature, are taken from it; prompts "
+        "without one are left out",
+    )
     parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
     parser.add_argument("--batch", type=positive, default=32)
     parser.add_argument(
@@ -56,6 +63,8 @@ def run_record(args: argparse.Namespace) -> int:
 
     if args.features and args.backend != "engine":
         raise ValueError(f"--features: --backend {args.backend} does not give them; use --backend engine")
+    if args.answers and (args.features or args.backend != "engine"):
+        raise ValueError("--answers: the target does not run; leave --features and --backend out")
     if args.keep_prefixes and not args.features:
         raise ValueError("--keep-prefixes: only with --features; add it")
     tokenizer = load_tokenizer(args.target)
@@ -64,6 +73,8 @@ def run_record(args: argparse.Namespace) -> int:
     )
     if not prompts:
         raise ValueError(f"--prompts: nothing of at most {args.max_prompt_tokens} tokens in {args.prompts}")
+    if args.answers:
+        return _from_file(args, prompts)
     common = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature, "seed": args.seed}
     keep = None
     if args.backend == "vllm":
@@ -117,4 +128,22 @@ def run_record(args: argparse.Namespace) -> int:
             keep=keep,
         )
     print(f"recorded {len(prompts)} answers in {args.out}")
+    return 0
+
+
+def _from_file(args: argparse.Namespace, prompts: list[PromptIds]) -> int:
+    """Those of the prompts that have an answer in ``--answers``, as a recording."""
+    from carryover_ext.training.answer_files import Answers
+    from carryover_ext.training.recordings import record
+
+    answers = Answers.load(args.answers)
+    made_by = str(answers.settings["target"])
+    if Path(made_by).name != Path(args.target).name:
+        raise ValueError(f"--answers {args.answers}: are those of {made_by}, --target is {args.target}")
+    known = [prompt for prompt in prompts if answers.has(prompt)]
+    if not known:
+        raise ValueError(f"--answers {args.answers}: has none to the {len(prompts)} prompts of --prompts")
+    settings = {**answers.settings, "target": str(args.target), "backend": "answers"}
+    record(known, answers, args.out, settings=settings, shard_size=args.shard_size)
+    print(f"{len(known)} of {len(prompts)} prompts have an answer in {args.answers}: {args.out}")
     return 0

@@ -1,0 +1,135 @@
+"""`carryover answers`: recorded answers in one small file, without the prompts' text.
+
+The file (NumPy's .npz, compressed; about 2 bytes a token) can be kept beside the weights that were trained on
+it, where the prompts have licences of their own. `carryover record --answers` makes a recording of it and of
+the prompts again, without the target's decoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from carryover_ext.training.recordings import PromptIds, load_shard, recorded_settings, shards
+
+SETTINGS = ("target", "temperature")  # the same in all sources of a file
+
+
+def add_answers_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sources", nargs="+", type=Path, help="folders of recordings, or files made before")
+    parser.add_argument("--out", type=Path, required=True, help="the file, NAME.npz")
+
+
+def run_answers(args: argparse.Namespace) -> int:
+    if args.out.suffix != ".npz" or args.out.is_dir():
+        raise ValueError(f"--out {args.out}: must be a file NAME.npz")
+    whole = Answers()
+    for source in args.sources:
+        whole.add(Answers.load(source) if source.is_file() else Answers.of_recording(source), source)
+    whole.save(args.out)
+    tokens = sum(map(len, whole.tokens.values()))
+    print(
+        f"{args.out}: {len(whole.tokens):,} answers of {tokens:,} tokens, {args.out.stat().st_size:,} bytes"
+    )
+    return 0
+
+
+def prompt_key(ids: Sequence[int]) -> int:
+    """The first 64 bits of a hash of a prompt's token ids."""
+    return int.from_bytes(hashlib.sha256(json.dumps(list(ids)).encode()).digest()[:8], "little")
+
+
+@dataclass
+class Answers:
+    """Answers by :func:`prompt_key`: token ids, whether the target ended them itself; ``settings`` of the
+    manifest that say where they come from (empty when there is nothing yet)."""
+
+    settings: dict[str, object] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    stopped: dict[int, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of_recording(cls, folder: Path) -> Answers:
+        """Those of the complete shards of a folder.
+
+        Raises:
+            FileNotFoundError: there is none; ValueError: nor a manifest.
+        """
+        files, manifest = shards(folder), recorded_settings(folder)
+        if not all(name in manifest for name in SETTINGS):
+            raise ValueError(f"{folder}/manifest.json: must name {' and '.join(SETTINGS)}")
+        found = cls({name: manifest[name] for name in SETTINGS})
+        for row in (row for file in files for row in load_shard(file)):
+            key = prompt_key(row.prompt_ids)
+            found.tokens.setdefault(key, row.response_ids)
+            found.stopped.setdefault(key, row.finish == "stop")
+        return found
+
+    @classmethod
+    def load(cls, path: Path) -> Answers:
+        """A file that :meth:`save` wrote; ValueError when it is none."""
+        try:
+            with np.load(path, allow_pickle=False) as data:
+                settings = json.loads(str(data["settings"]))
+                ends = data["lengths"].astype(np.int64).cumsum()
+                keys, stopped, tokens = data["keys"].tolist(), data["stopped"].tolist(), data["tokens"]
+            if not len(keys) == len(stopped) == len(ends) or (ends[-1] if len(ends) else 0) != len(tokens):
+                raise ValueError("its lengths contradict each other")
+        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
+            raise ValueError(f"{path}: is not a whole file of `carryover answers` ({e})") from e
+        parts = np.split(tokens, ends[:-1]) if keys else []
+        return cls(
+            settings,
+            dict(zip(keys, (part.tolist() for part in parts), strict=True)),
+            dict(zip(keys, stopped, strict=True)),
+        )
+
+    def add(self, other: Answers, source: Path) -> None:
+        """Takes in what ``other``, from ``source``, has of prompts without an answer.
+
+        Raises:
+            ValueError: it is of another target or temperature.
+        """
+        theirs = other.settings
+        changed = {k: (v, theirs.get(k)) for k, v in self.settings.items() if theirs.get(k) != v}
+        if changed:
+            raise ValueError(f"{source}: other settings than those before {changed}; use a file of its own")
+        self.settings = dict(theirs)
+        self.tokens = other.tokens | self.tokens
+        self.stopped = other.stopped | self.stopped
+
+    def save(self, path: Path) -> None:
+        """Writes under a temporary name, then renames."""
+        keys = sorted(self.tokens)
+        tokens = np.fromiter((t for key in keys for t in self.tokens[key]), np.uint32)
+        if tokens.size and tokens.max() < 1 << 16:
+            tokens = tokens.astype(np.uint16)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as f:
+            np.savez_compressed(
+                f,
+                settings=np.array(json.dumps(self.settings)),
+                keys=np.array(keys, np.uint64),
+                lengths=np.array([len(self.tokens[key]) for key in keys], np.uint32),
+                stopped=np.array([self.stopped[key] for key in keys], bool),
+                tokens=tokens,
+            )
+        os.replace(temporary, path)
+
+    def has(self, prompt: PromptIds) -> bool:
+        return prompt_key(prompt.ids) in self.tokens
+
+    def __call__(self, prompts: Sequence[list[int]], first: int) -> list[tuple[list[int], str]]:
+        """The answers to prompts that have one: a backend of
+        :func:`carryover_ext.training.recordings.record`."""
+        keys = [prompt_key(ids) for ids in prompts]
+        return [(self.tokens[key], "stop" if self.stopped[key] else "length") for key in keys]
