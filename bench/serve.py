@@ -42,6 +42,7 @@ from carryover_ext import bench
 from carryover_ext.config import DrafterConfig
 from carryover_ext.environment import environment
 from carryover_ext.export import export_checkpoint
+from carryover_ext.packing import fast_dtype
 from carryover_ext.pretrained import encode_chat, load_tokenizer, target_path
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -79,7 +80,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="rounds over all arms (default 3)")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, help="drafts a round (default: as the drafter was trained)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="auto: bfloat16, or float32 on a CPU without instructions for it",
+    )
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument(
         "--forced-acceptance",
@@ -97,7 +103,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-args", default="", help="further arguments of `vllm serve`")
     parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to start")
     parser.add_argument("--out", type=Path, default=Path("runs/serve"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dtype == "auto":
+        args.dtype = str(fast_dtype("cuda" if on_gpu() else "cpu")).removeprefix("torch.")
+    return args
 
 
 def free_port() -> int:
