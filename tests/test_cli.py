@@ -54,7 +54,7 @@ def test_module_entry_point():
 def test_defaults_of_the_demo():
     args = build_parser().parse_args(["demo"])
     assert (args.target, args.max_new_tokens, args.per_task, args.full) == ("smollm2-135m", 48, 3, False)
-    assert args.arms == "plain,baseline,carryover-off,carryover" and args.dtype == "bfloat16"
+    assert args.arms == "plain,baseline,carryover-off,carryover" and args.dtype == "auto"
 
 
 @pytest.mark.parametrize(
