@@ -105,7 +105,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/serve"))
     args = parser.parse_args()
     if args.dtype == "auto":
-        args.dtype = str(fast_dtype("cuda" if on_gpu() else "cpu")).removeprefix("torch.")
+        args.dtype = str(fast_dtype()).removeprefix("torch.")
     return args
 
 

@@ -206,7 +206,7 @@ class Session:
         self.arms = [ARMS[name] for name in settings.arms]
         folders = {arm.drafter: checkpoint_folder(settings, arm.drafter) for arm in self.arms if arm.drafter}
         if settings.dtype == "auto":
-            settings.dtype = str(fast_dtype()).removeprefix("torch.")
+            settings.dtype = str(fast_dtype("cpu")).removeprefix("torch.")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         logging.disable_progress_bar()
         absent = settings.target in NAMES and settings.target not in cached_targets()

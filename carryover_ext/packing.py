@@ -28,11 +28,12 @@ def _has_bf16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+def fast_dtype(device: str | torch.device | None = None) -> torch.dtype:
     """The dtype in which linear layers run fastest: bfloat16 on a GPU and on a CPU whose oneDNN knows it,
-    float32 on other CPUs (x86 without AVX-512).
+    float32 on other CPUs (x86 without AVX-512). ``device`` None: the GPU, where there is one.
     """
-    return torch.float32 if torch.device(device).type == "cpu" and not _has_bf16() else torch.bfloat16
+    gpu = torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"
+    return torch.bfloat16 if gpu or _has_bf16() else torch.float32
 
 
 def _is_half(weight: Tensor) -> bool:

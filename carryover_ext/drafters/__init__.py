@@ -15,8 +15,9 @@ from .markov import MarkovDrafter
 __all__ = ["DFlashDrafter", "Drafts", "MarkovDrafter", "check_checkpoint", "load_drafter"]
 
 
-def load_drafter(directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> DFlashDrafter:
-    """Load a checkpoint folder as the drafter that its ``config.json`` describes.
+def load_drafter(directory: str | Path, dtype: torch.dtype | None = None) -> DFlashDrafter:
+    """Load a checkpoint folder as the drafter that its ``config.json`` describes. ``dtype`` None is the
+    one that this machine is fast with (:func:`carryover_ext.packing.fast_dtype`), as for a target.
 
     Raises what :meth:`DFlashDrafter.from_pretrained` raises.
     """

@@ -22,7 +22,7 @@ from ..acceptance import Sampling, probabilities, sample
 from ..cache import DrafterCache
 from ..config import DrafterConfig
 from ..layers import DraftLayer, RMSNorm, block_forward, rms_norm, rotary_table
-from ..packing import PackedWeight, linear, pack
+from ..packing import PackedWeight, fast_dtype, linear, pack
 from .checkpoint import check_draft_vocabulary, check_target, check_tensors, read_tensors, write_tensors
 
 
@@ -91,7 +91,7 @@ class DFlashDrafter(nn.Module):
 
     # -- checkpoints -------------------------------------------------------------------------------
     @classmethod
-    def from_pretrained(cls, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> DFlashDrafter:
+    def from_pretrained(cls, directory: str | Path, dtype: torch.dtype | None = None) -> DFlashDrafter:
         """Load ``config.json`` and safetensors from a folder.
 
         Raises FileNotFoundError for a missing file, ValueError for a corrupt one, for a missing or unexpected
@@ -100,14 +100,14 @@ class DFlashDrafter(nn.Module):
         return cls._load(DrafterConfig.from_pretrained(directory), directory, dtype)
 
     @classmethod
-    def _load(cls, config: DrafterConfig, directory: str | Path, dtype: torch.dtype) -> DFlashDrafter:
+    def _load(cls, config: DrafterConfig, directory: str | Path, dtype: torch.dtype | None) -> DFlashDrafter:
         cls._check_config(config)
         tensors = read_tensors(directory)
         model = cls(config, mask_embedding="mask_embedding" in tensors)
         check_tensors(tensors, model.state_dict(), directory)
         model.load_state_dict(tensors)
         check_draft_vocabulary(model.d2t, config.vocab_size)
-        return model.to(dtype).eval()
+        return model.to(dtype or fast_dtype()).eval()
 
     @classmethod
     def _check_config(cls, config: DrafterConfig) -> None:
