@@ -37,12 +37,13 @@ def fast_dtype(device: str | torch.device | None = None) -> torch.dtype:
 
 
 def _is_half(weight: Tensor) -> bool:
-    """Whether float16 holds every number of ``weight``, but for those that are next to nothing."""
-    bound = (weight.abs().max() * OF_LARGEST).clamp(max=ROUNDING)
-    return all(
-        bool(((rows.half().float() - rows).abs() <= bound).all())
-        for rows in weight.split(max(1, (1 << 22) // weight.shape[1]))
-    )
+    """Whether float16 holds every number of ``weight``, but for what is next to nothing."""
+    bound = (torch.linalg.vector_norm(weight, torch.inf) * OF_LARGEST).clamp(max=ROUNDING)
+
+    def error(rows: Tensor) -> Tensor:  # NaN where a number is not finite
+        return rows.half().float().sub_(rows).abs_().max()
+
+    return all(bool(error(rows) <= bound) for rows in weight.split(max(1, (1 << 20) // weight.shape[1])))
 
 
 class PackedWeight:
