@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import tiny_models
+import torch
 
 from carryover_ext.drafters import MarkovDrafter, load_drafter
 
