@@ -30,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from carryover_ext import ops, reference
+from carryover_ext.packing import fast_dtype
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 OPS = ("gather_rejected", "project_kv", "commit_and_carry", "segment_attention", "accept", "markov_sample")
@@ -364,11 +365,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="hidden 576 and one size of 4096, bf16, few rows"
+        "--quick", action="store_true", help="hidden 576 and one size of 4096, one dtype, few rows"
     )
     parser.add_argument("--ops", default=",".join(OPS), help="comma-separated subset")
     parser.add_argument(
-        "--dtypes", default=None, help="bf16,f32 (default: both; bf16 with --quick), f16 on a GPU"
+        "--dtypes",
+        default=None,
+        help="bf16,f32 (default: both; bf16 with --quick; f32 where the CPU has no bf16), f16 on a GPU",
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to run (default cpu)")
     parser.add_argument(
@@ -386,7 +389,9 @@ def main() -> None:
     cuda = options.device == "cuda"
     if cuda and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU here")
-    dtypes = (options.dtypes or ("bf16" if options.quick or cuda else "bf16,f32")).split(",")
+    has_bf16 = cuda or fast_dtype("cpu") == torch.bfloat16
+    default = ("bf16" if options.quick or cuda else "bf16,f32") if has_bf16 else "f32"
+    dtypes = (options.dtypes or default).split(",")
     if bad := {"f32"} & set(dtypes) if cuda else {"f16"} & set(dtypes):
         parser.error(
             f"--dtypes {options.dtypes}: the operators have no {bad.pop()} on --device {options.device}"
