@@ -11,8 +11,11 @@ import pytest
 import tiny_models
 
 from carryover_ext.cli import main
+from carryover_ext.named_targets import NAMES
 from carryover_ext.training.answer_files import Answers, prompt_key
 from carryover_ext.training.recordings import PromptIds, record
+
+DATA = Path(__file__).parents[1] / "data"
 
 
 def recording(
@@ -127,3 +130,15 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         np.savez(path, **{k: v for k, v in data.items() if k != "stopped"})
     with pytest.raises(ValueError, match=r"a\.npz: is not a whole file of `carryover answers`"):
         Answers.load(path)
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*.npz")), ids=lambda path: path.stem)
+def test_the_repositorys_answers(path):
+    """They load, name a target that can be fetched, and stay within what they promise."""
+    answers = Answers.load(path)
+    assert path.stem == f"{answers.settings['target']}-t{answers.settings['temperature']:g}"
+    assert answers.settings["target"] in NAMES and len(answers.tokens) > 100
+    assert max(map(len, answers.tokens.values())) <= 256 and path.stat().st_size < 16 << 20
+    # An answer that was not ended by the target is as long as it may be.
+    assert {len(ids) for key, ids in answers.tokens.items() if not answers.stopped[key]} <= {256}
+    assert f"| {path.name} |" in (DATA / "README.md").read_text(encoding="utf-8")
