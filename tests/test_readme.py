@@ -70,8 +70,13 @@ def test_make_targets_exist():
 
 
 def test_pictures_and_links_exist():
-    for path in re.findall(r"\]\((?!http)([^)]+)\)", TEXT):
-        assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", TEXT):
+        path, _, anchor = link.partition("#")
+        assert (ROOT / path).exists(), link
+        if anchor:  # as GitHub makes them of headings
+            headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+            made = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert anchor in made, link
 
 
 def test_no_line_is_unreadably_long():
