@@ -66,7 +66,7 @@ def environment() -> dict[str, Any]:
         "cpu_flags": flags,
         "kernels": cpu_capability(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "dtype auto": str(fast_dtype()).removeprefix("torch."),
+        "dtype auto": str(fast_dtype("cpu")).removeprefix("torch."),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": cuda,

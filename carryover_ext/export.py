@@ -125,6 +125,9 @@ def export_checkpoint(
         raise ValueError(
             f"out={str(out)!r} is the source folder: choose another, nothing is overwritten in place"
         )
+    base_of_source = adapter.base_folder(Path(source)) if adapter.is_adapter(Path(source)) else None
+    if base_of_source is not None and Path(out).resolve() == base_of_source.resolve():
+        raise ValueError(f"out={str(out)!r} is the base of the source, which would change with it")
     _check_out(Path(out))
     config, tensors = DrafterConfig.from_pretrained(source), read_tensors(source)
     check_checkpoint(config, tensors, source)  # drops copies of the target's embedding and head
@@ -149,6 +152,8 @@ def export_checkpoint(
         config.extra["use_sliding_window"] = True  # without it Transformers' Qwen3Config drops the window
     update = None if base is None else _update(checkpoint, Path(base), folder, rank)
     values = writer[to](checkpoint)
+    if update is not None and SILENT in notes:
+        notes.remove(SILENT)  # the rows of the base stay
     folder.mkdir(parents=True, exist_ok=True)
     mask = checkpoint.tensors.pop("mask_embedding", None) if to == "vllm" else None
     if mask is None:
@@ -182,7 +187,7 @@ def _update(c: _Checkpoint, base: Path, out: Path, rank: int) -> tuple[dict[str,
             f"rank {rank} keeps {kept:.0%} of what changed in the matrix that loses most; measure the "
             "result, or train with --rank"
         )
-    return update, {"base_model_name_or_path": os.path.relpath(base, out)} | settings
+    return update, {"base_model_name_or_path": os.path.relpath(base.resolve(), out.resolve())} | settings
 
 
 def _check_out(out: Path) -> None:
@@ -191,7 +196,7 @@ def _check_out(out: Path) -> None:
         return
     if not out.is_dir():
         raise ValueError(f"out={str(out)!r}: is a file; name a folder")
-    if not any((out / name).exists() for name in ("config.json", WEIGHTS)):
+    if not any((out / name).exists() for name in ("config.json", WEIGHTS, adapter.CONFIG, adapter.WEIGHTS)):
         return
     try:
         found = json.loads((out / "config.json").read_text())["architectures"]
@@ -329,12 +334,15 @@ def _to_vllm(c: _Checkpoint) -> dict[str, Any]:
     return dataclasses.replace(c.config, architectures=architectures).to_dict()
 
 
+SILENT = "after a token outside the draft vocabulary the Markov head is silent"
+
+
 def _to_compact(c: _Checkpoint) -> dict[str, Any]:
     if "d2t" in c.tensors:
         c.notes.append("other readers would misread the reduced draft vocabulary; export to 'vllm' for them")
         if c.markov:  # as distances, like everywhere in a DSpark checkpoint
             c.tensors[MARKOV_W1] = c.tensors[MARKOV_W1][c.tensors["d2t"]]
-            c.notes.append("after a token outside the draft vocabulary the Markov head is silent")
+            c.notes.append(SILENT)
             c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, None)
     return dataclasses.replace(c.config, architectures=[DSPARK if c.markov else "DFlashDraftModel"]).to_dict()
 

@@ -200,3 +200,70 @@ def test_what_cannot_be_an_update_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert main([*command[:-4], "--out", str(tmp_path / "u"), "--base", str(tmp_path / "out")]) != 0
     assert "is an adapter itself" in capsys.readouterr().err
     assert small.is_dir()
+
+
+@pytest.mark.parametrize("rank", [4, 32])
+def test_a_changed_head_of_a_reduced_vocabulary(tmp_path, rank):
+    """Its rows of the draft vocabulary are kept thin or whole; either way the others are the base's."""
+    base = make(tmp_path / "base", markov=True, reduced=True)
+    source = tmp_path / "source"
+    shutil.copytree(base, source)
+    tensors = load_file(source / "model.safetensors")
+    drafted = read_tensors(base)["d2t"]
+    tensors[adapter.MARKOV_W1][drafted] += 0.1 * torch.randn(len(drafted), 1)
+    save_file(tensors, source / "model.safetensors")
+    export_checkpoint(source, tmp_path / "small", "adapter", base=base, rank=rank)
+    assert load_drafter(tmp_path / "small")
+    got, want = (read_tensors(folder)[adapter.MARKOV_W1].float() for folder in (tmp_path / "small", source))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-3)
+
+
+def test_what_lies_in_out_stays(tmp_path):
+    base, source = make(tmp_path / "base"), tmp_path / "source"
+    changed(base, source)
+    export_checkpoint(source, tmp_path / "small", "adapter", base=base, rank=4)
+    before = (base / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="is the base of the source"):
+        export_checkpoint(tmp_path / "small", base, "compact")
+    assert (base / "model.safetensors").read_bytes() == before
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "other"}')
+    (foreign / "adapter_model.safetensors").write_bytes(b"precious")
+    for to, options in (("compact", {}), ("adapter", {"base": base})):
+        with pytest.raises(ValueError, match="holds something else than a drafter"):
+            export_checkpoint(source, foreign, to, **options)
+    assert (foreign / "adapter_model.safetensors").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type='LOHA': only LORA"),
+        ({"use_rslora": True}, "use_rslora=True: is not read"),
+        ({"alpha_pattern": {"fc": 2}}, "alpha_pattern="),
+        ({"r": 0}, "r=0, lora_alpha=4"),
+        ({"lora_alpha": "4"}, "lora_alpha='4'"),
+        ({"tensors_dropped": None}, "tensors_dropped=None: must be a list"),
+    ],
+)
+def test_settings_that_are_not_read_are_refused(tmp_path, change, message):
+    base, source = make(tmp_path / "base"), tmp_path / "source"
+    changed(base, source)
+    export_checkpoint(source, tmp_path / "small", "adapter", base=base, rank=4)
+    path = tmp_path / "small" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_drafter(tmp_path / "small")
+
+
+def test_half_of_an_update_is_refused(tmp_path):
+    base, source = make(tmp_path / "base"), tmp_path / "source"
+    changed(base, source)
+    export_checkpoint(source, tmp_path / "small", "adapter", base=base, rank=4)
+    path = tmp_path / "small" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    del tensors[next(name for name in tensors if name.endswith("q_proj.lora_A.weight"))]
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"q_proj\.lora_B\.weight has no lora_A\.weight beside it"):
+        load_drafter(tmp_path / "small")

@@ -49,6 +49,11 @@ def test_a_recording_is_made_again_to_the_bit(tmp_path, capsys):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     assert manifest["temperature"] == 1 and manifest["backend"] == "answers" and manifest["prompts"] == 8
+    # Other answers to the same prompts do not mix with these.
+    assert not main([*common, f"--out={tmp_path}/a2", "--max-new-tokens=5", "--temperature=1"])
+    assert not main(["answers", f"{tmp_path}/a2", f"--out={tmp_path}/a2.npz"])
+    assert main([*common, f"--out={tmp_path}/b", f"--answers={tmp_path}/a2.npz"]) == 2
+    assert "was recorded with other settings" in capsys.readouterr().err
     # It trains as any other, at the temperature of its answers.
     train = [
         "train",
@@ -115,7 +120,7 @@ def test_mistakes_are_named(tmp_path, capsys):
     assert not (tmp_path / "x.npz").exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "lengths", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "text", "lengths", "missing", "settings", "flipped"])
 def test_a_damaged_file_is_named(tmp_path, damage):
     path = tmp_path / "a.npz"
     assert not main(["answers", str(recording(tmp_path / "1", range(1, 4))), f"--out={path}"])
@@ -124,6 +129,13 @@ def test_a_damaged_file_is_named(tmp_path, damage):
         path.write_bytes(path.read_bytes()[:-30])
     elif damage == "text":
         path.write_text("no zip")
+    elif damage == "settings":
+        np.savez(path, **{**data, "settings": np.array("[1]")})
+    elif damage == "flipped":
+        raw = bytearray(path.read_bytes())
+        for at in range(60, 120):
+            raw[at] ^= 0x55
+        path.write_bytes(bytes(raw))
     elif damage == "lengths":
         np.savez(path, **{**data, "tokens": data["tokens"][:-1]})
     else:

@@ -58,6 +58,27 @@ def widen(rows: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     return rows.new_zeros(vocab_size, *rows.shape[1:]).index_copy_(0, ids, rows)
 
 
+def _read_settings(path: Path) -> tuple[float, set[str]]:
+    """Factor on the updates, and names of the base's tensors that are left out.
+
+    Raises:
+        ValueError: something that is not read here would change the numbers, or is no number.
+    """
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.get("peft_type", "LORA") != "LORA":
+        raise ValueError(f"{path}: peft_type={settings['peft_type']!r}: only LORA is read")
+    for key in ("use_rslora", "use_dora", "fan_in_fan_out", "alpha_pattern", "rank_pattern"):
+        if settings.get(key):
+            raise ValueError(f"{path}: {key}={settings[key]!r}: is not read here, and must be left out")
+    rank, alpha = settings.get("r", 1), settings.get("lora_alpha", 1)
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise ValueError(f"{path}: r={rank!r}, lora_alpha={alpha!r}: must be a positive integer and a number")
+    dropped = settings.get("tensors_dropped", [])
+    if not isinstance(dropped, list):
+        raise ValueError(f"{path}: tensors_dropped={dropped!r}: must be a list of names")
+    return alpha / rank, set(dropped)
+
+
 def merge(folder: Path, base: dict[str, Tensor], update: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the checkpoint ``folder``: those of ``base``, without what its config drops, with the
     update. Sums are made in float32 and kept in the base's dtype.
@@ -65,15 +86,18 @@ def merge(folder: Path, base: dict[str, Tensor], update: dict[str, Tensor]) -> d
     Raises:
         ValueError: an update of a tensor that the base does not have, or of another shape.
     """
-    settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    scale = settings.get("lora_alpha", 1) / settings.get("r", 1)
-    dropped = set(settings.get("tensors_dropped", ()))
+    scale, dropped = _read_settings(folder / CONFIG)
     merged = {name: value for name, value in base.items() if name not in dropped}
     named = {name.removeprefix(PREFIX): value for name, value in update.items()}
     for name, a in named.items():
         if name.endswith(LORA_B):
+            if name.removesuffix(LORA_B) + LORA_A not in named:
+                raise ValueError(f"{folder / WEIGHTS}: {name} has no {LORA_A.strip('.')} beside it")
             continue
         if not name.endswith(LORA_A):
+            old = merged.get(name)
+            if name == MARKOV_W1 and old is not None and "d2t" in merged and a.shape[0] < old.shape[0]:
+                a = old.index_copy(0, merged["d2t"], a.to(old.dtype))  # rows of the draft vocabulary
             merged[name] = a
             continue
         matrix = name.removesuffix(LORA_A) + ".weight"

@@ -12,14 +12,17 @@ import hashlib
 import json
 import os
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tokenize import TokenError  # NumPy's, of a damaged header
 
 import numpy as np
 
 from carryover_ext.training.recordings import PromptIds, load_shard, recorded_settings, shards
 
+BROKEN = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 SETTINGS = ("target", "temperature")  # the same in all sources of a file
 
 
@@ -83,7 +86,11 @@ class Answers:
                 keys, stopped, tokens = data["keys"].tolist(), data["stopped"].tolist(), data["tokens"]
             if not len(keys) == len(stopped) == len(ends) or (ends[-1] if len(ends) else 0) != len(tokens):
                 raise ValueError("its lengths contradict each other")
-        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as e:
+            if not all(name in settings for name in SETTINGS):
+                raise ValueError(f"its settings must name {' and '.join(SETTINGS)}")
+        except OSError as e:
+            raise ValueError(f"{path}: cannot be read ({e.strerror})") from e
+        except (ValueError, KeyError, TypeError, EOFError, SyntaxError, TokenError, *BROKEN) as e:
             raise ValueError(f"{path}: is not a whole file of `carryover answers` ({e})") from e
         parts = np.split(tokens, ends[:-1]) if keys else []
         return cls(
@@ -113,7 +120,7 @@ class Answers:
         if tokens.size and tokens.max() < 1 << 16:
             tokens = tokens.astype(np.uint16)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with open(temporary, "wb") as f:
             np.savez_compressed(
                 f,
@@ -124,6 +131,11 @@ class Answers:
                 tokens=tokens,
             )
         os.replace(temporary, path)
+
+    def digest(self) -> str:
+        """Of all answers, to tell files apart."""
+        rows = [(key, self.stopped[key], self.tokens[key]) for key in sorted(self.tokens)]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def has(self, prompt: PromptIds) -> bool:
         return prompt_key(prompt.ids) in self.tokens

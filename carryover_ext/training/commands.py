@@ -213,14 +213,14 @@ def load_weights(folder: Path) -> tuple[dict[str, Tensor], Tensor | None]:
     return {k: v.float() for k, v in tensors.items()}, vocab
 
 
-def carry_embedding(folder: Path, config: DrafterConfig) -> Tensor:
+def carry_embedding(folder: Path, config: DrafterConfig, objective: str) -> Tensor:
     """The carryover embedding of a checkpoint, for a drafter with ``config``, in float32.
 
     Raises:
         ValueError: the drafter has none, or the checkpoint none of its size or for its place.
     """
     name = "carryover_embedding"
-    if not config.carryover:
+    if objective != "carryover" or not config.carryover:
         raise ValueError(f"--carry-init {folder}: only with --objective carryover; leave it out")
     other, found = DrafterConfig.from_pretrained(folder), load_weights(folder)[0].get(name)
     if found is None:
@@ -270,7 +270,7 @@ def run_train(args: argparse.Namespace) -> int:
     model, tokenizer = load_on(args.device, args.target)
     config = start_config(args, model, tokenizer)
     weights, vocab = load_weights(args.init) if args.init else ({}, None)
-    embedding = carry_embedding(args.carry_init, config) if args.carry_init else None
+    embedding = carry_embedding(args.carry_init, config, args.objective) if args.carry_init else None
     target = TargetPass(model, config.target_layer_ids)
     hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
     check_target(config, target.embed, target.head, layers, hidden, None)
@@ -304,7 +304,7 @@ def run_train(args: argparse.Namespace) -> int:
         if changed:
             raise ValueError(f"--out {args.out}: was begun with another drafter {changed}; use a new folder")
         for name, folder in origins.items():
-            if begun.get("source", source).get(name) != source.get(name):
+            if begun.get("source", {"--init": begun.get("init")}).get(name) != source.get(name):
                 raise ValueError(
                     f"{name} {folder}: --out {args.out} was begun from other weights; use a new folder, or "
                     "delete it to train anew"

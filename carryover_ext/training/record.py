@@ -66,7 +66,8 @@ def run_record(args: argparse.Namespace) -> int:
     if args.answers and (args.features or args.backend != "engine"):
         raise ValueError("--answers: the target does not run; leave --features and --backend out")
     if args.keep_prefixes and not args.features:
-        raise ValueError("--keep-prefixes: only with --features; add it")
+        more = "leave it out" if args.answers else "add it"
+        raise ValueError(f"--keep-prefixes: only with --features; {more}")
     tokenizer = load_tokenizer(args.target)
     prompts = load_prompts(
         args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit
@@ -144,6 +145,7 @@ def _from_file(args: argparse.Namespace, prompts: list[PromptIds]) -> int:
     if not known:
         raise ValueError(f"--answers {args.answers}: has none to the {len(prompts)} prompts of --prompts")
     settings = {**answers.settings, "target": str(args.target), "backend": "answers"}
+    settings["answers_sha256"] = answers.digest()
     record(known, answers, args.out, settings=settings, shard_size=args.shard_size)
     print(f"{len(known)} of {len(prompts)} prompts have an answer in {args.answers}: {args.out}")
     return 0
