@@ -42,7 +42,7 @@ from carryover_ext import bench
 from carryover_ext.config import DrafterConfig
 from carryover_ext.environment import environment
 from carryover_ext.export import export_checkpoint
-from carryover_ext.packing import fast_dtype
+from carryover_ext.packing import dtype_name
 from carryover_ext.pretrained import encode_chat, load_tokenizer, target_path
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -104,8 +104,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--start-timeout", type=float, default=900, help="seconds a server may take to start")
     parser.add_argument("--out", type=Path, default=Path("runs/serve"))
     args = parser.parse_args()
-    if args.dtype == "auto":
-        args.dtype = str(fast_dtype()).removeprefix("torch.")
+    args.dtype = dtype_name(args.dtype)
     return args
 
 

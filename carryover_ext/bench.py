@@ -199,14 +199,13 @@ class Session:
         from .drafters import load_drafter
         from .environment import cached_targets
         from .named_targets import NAMES
-        from .packing import fast_dtype
+        from .packing import dtype_name
         from .pretrained import load_target
 
         self.settings = settings
         self.arms = [ARMS[name] for name in settings.arms]
         folders = {arm.drafter: checkpoint_folder(settings, arm.drafter) for arm in self.arms if arm.drafter}
-        if settings.dtype == "auto":
-            settings.dtype = str(fast_dtype("cpu")).removeprefix("torch.")
+        settings.dtype = dtype_name(settings.dtype, "cpu")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         logging.disable_progress_bar()
         absent = settings.target in NAMES and settings.target not in cached_targets()

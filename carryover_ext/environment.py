@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
     import torch
 
     from .ops import cpu_capability
-    from .packing import fast_dtype
+    from .packing import dtype_name
 
     name, flags = _cpu()
     cuda = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -66,7 +66,7 @@ def environment() -> dict[str, Any]:
         "cpu_flags": flags,
         "kernels": cpu_capability(),
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "dtype auto": str(fast_dtype("cpu")).removeprefix("torch."),
+        "dtype auto": dtype_name("auto", "cpu"),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": cuda,

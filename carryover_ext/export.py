@@ -145,15 +145,13 @@ def export_checkpoint(
         "speculators": _to_speculators,
         "zlab": _to_zlab,
         "compact": _to_compact,
-        "adapter": _to_compact,
+        "adapter": _own_form,
     }
     folder = Path(out)
     if "sliding_attention" in (config.layer_types or ()):
         config.extra["use_sliding_window"] = True  # without it Transformers' Qwen3Config drops the window
     update = None if base is None else _update(checkpoint, Path(base), folder, rank)
     values = writer[to](checkpoint)
-    if update is not None and SILENT in notes:
-        notes.remove(SILENT)  # the rows of the base stay
     folder.mkdir(parents=True, exist_ok=True)
     mask = checkpoint.tensors.pop("mask_embedding", None) if to == "vllm" else None
     if mask is None:
@@ -334,16 +332,19 @@ def _to_vllm(c: _Checkpoint) -> dict[str, Any]:
     return dataclasses.replace(c.config, architectures=architectures).to_dict()
 
 
-SILENT = "after a token outside the draft vocabulary the Markov head is silent"
-
-
 def _to_compact(c: _Checkpoint) -> dict[str, Any]:
+    values = _own_form(c)
+    if c.markov and "d2t" in c.tensors:  # as distances, like everywhere in a DSpark checkpoint
+        c.tensors[MARKOV_W1] = c.tensors[MARKOV_W1][c.tensors["d2t"]]
+        c.notes.append("after a token outside the draft vocabulary the Markov head is silent")
+        c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, None)
+    return values
+
+
+def _own_form(c: _Checkpoint) -> dict[str, Any]:
+    """``config.json`` as this package reads it, whole checkpoint or update."""
     if "d2t" in c.tensors:
         c.notes.append("other readers would misread the reduced draft vocabulary; export to 'vllm' for them")
-        if c.markov:  # as distances, like everywhere in a DSpark checkpoint
-            c.tensors[MARKOV_W1] = c.tensors[MARKOV_W1][c.tensors["d2t"]]
-            c.notes.append(SILENT)
-            c.tensors |= reduced_vocabulary(c.tensors["d2t"], c.config.vocab_size, None)
     return dataclasses.replace(c.config, architectures=[DSPARK if c.markov else "DFlashDraftModel"]).to_dict()
 
 

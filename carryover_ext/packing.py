@@ -4,9 +4,10 @@ bfloat16: oneDNN's own blocked layout. PyTorch's linear puts the weight into it 
 more than the product itself when there are few rows; a packed copy gives the same bits in about half of the
 time.
 
-float32: FBGEMM's layout of float16 weights, for weights that float16 holds exactly (those of a bfloat16
-checkpoint read as float32 are): half of the bytes, products and sums in float32. This is how a CPU without
-bfloat16 instructions runs a bfloat16 model: PyTorch's own bfloat16 kernels take ten times as long there.
+float32: FBGEMM's layout of float16 weights, for weights that float16 holds, next to nothing aside (those of a
+bfloat16 checkpoint read as float32 are): half of the bytes, products and sums in float32. This is how a CPU
+without bfloat16 instructions runs a bfloat16 model: PyTorch's own bfloat16 kernels take eight times as long
+there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def fast_dtype(device: str | torch.device | None = None) -> torch.dtype:
     """
     gpu = torch.cuda.is_available() if device is None else torch.device(device).type != "cpu"
     return torch.bfloat16 if gpu or _has_bf16() else torch.float32
+
+
+def dtype_name(name: str, device: str | torch.device | None = None) -> str:
+    """``name``, or for "auto" that of :func:`fast_dtype`."""
+    return str(fast_dtype(device)).removeprefix("torch.") if name == "auto" else name
 
 
 def _is_half(weight: Tensor) -> bool:
@@ -81,12 +87,12 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32 and "fbgemm" in engines and _is_half(weight.detach())
 
 
-def pack(weight: Tensor) -> Tensor | PackedWeight:
-    """The weight packed, or as it is where packing is not possible."""
+def pack(weight: Tensor, bias: Tensor | None = None) -> Tensor | PackedWeight:
+    """The weight packed, with the bias, or as it is where packing is not possible."""
     if not can_pack(weight):
         return weight
     with torch.inference_mode(False), torch.no_grad():
-        return PackedWeight(weight)
+        return PackedWeight(weight, bias)
 
 
 def linear(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
@@ -94,13 +100,13 @@ def linear(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     return weight(x) if isinstance(weight, PackedWeight) else F.linear(x, weight)
 
 
+def content(tensor: Tensor) -> tuple[int, int]:
+    """Changes when the tensor is another one or was written to (inference tensors do not count that)."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
 _Key = tuple[tuple[int, int] | None, ...]
 _PACKS: WeakKeyDictionary[nn.Module, tuple[_Key, PackedWeight | None]] = WeakKeyDictionary()
-
-
-def _version(tensor: Tensor | None) -> tuple[int, int] | None:
-    """Changes when the tensor is another one or is written to."""
-    return None if tensor is None else (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
 
 
 def pack_linears(modules: list[nn.Module]) -> Callable[[], None]:
@@ -115,12 +121,11 @@ def pack_linears(modules: list[nn.Module]) -> Callable[[], None]:
         for layer in root.modules():
             if type(layer) is not nn.Linear or "forward" in layer.__dict__:
                 continue
-            key = (_version(layer.weight), _version(layer.bias))
+            key = tuple(None if x is None else content(x) for x in (layer.weight, layer.bias))
             kept = _PACKS.get(layer)
             if kept is None or kept[0] != key:
-                with torch.inference_mode(False), torch.no_grad():
-                    packed = PackedWeight(layer.weight, layer.bias) if can_pack(layer.weight) else None
-                kept = _PACKS[layer] = (key, packed)
+                packed = pack(layer.weight, layer.bias)
+                kept = _PACKS[layer] = (key, packed if isinstance(packed, PackedWeight) else None)
             if kept[1] is not None:
                 layer.forward = kept[1]  # type: ignore[method-assign, assignment]
                 changed.append(layer)

@@ -89,14 +89,13 @@ def test_sources_are_merged_and_the_first_answer_stays(tmp_path):
     # What was made before may be a source, and the file itself be replaced.
     assert not main(["answers", str(out), str(second), f"--out={out}"])
     both = Answers.load(out)
-    assert np.load(out)["tokens"].dtype == np.uint32 and len(both.tokens) == 12
+    assert np.load(out)["tokens"].dtype == np.uint32 and len(both.answers) == 12
     assert both.settings == {"target": "t", "temperature": 0.0}
     for i in range(12):
         key = prompt_key([i, 7])
-        assert both.tokens[key] == [i * 10 + (i > 7) * (1 << 17)] * (i % 4) and both.stopped[key] == bool(
-            i % 2
-        )
-        assert i > 7 or small.tokens[key] == both.tokens[key]
+        tokens = [i * 10 + (i > 7) * (1 << 17)] * (i % 4)
+        assert both.answers[key] == (tokens, "stop" if i % 2 else "length")
+        assert i > 7 or small.answers[key] == both.answers[key]
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -149,8 +148,8 @@ def test_the_repositorys_answers(path):
     """They load, name a target that can be fetched, and stay within what they promise."""
     answers = Answers.load(path)
     assert path.stem == f"{answers.settings['target']}-t{answers.settings['temperature']:g}"
-    assert answers.settings["target"] in NAMES and len(answers.tokens) > 100
-    assert max(map(len, answers.tokens.values())) <= 256 and path.stat().st_size < 16 << 20
+    assert answers.settings["target"] in NAMES and len(answers.answers) > 100
+    assert max(len(ids) for ids, _ in answers.answers.values()) <= 256 and path.stat().st_size < 16 << 20
     # An answer that was not ended by the target is as long as it may be.
-    assert {len(ids) for key, ids in answers.tokens.items() if not answers.stopped[key]} <= {256}
+    assert {len(ids) for ids, finish in answers.answers.values() if finish == "length"} <= {256}
     assert f"| {path.name} |" in (DATA / "README.md").read_text(encoding="utf-8")

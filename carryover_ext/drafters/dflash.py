@@ -22,7 +22,7 @@ from ..acceptance import Sampling, probabilities, sample
 from ..cache import DrafterCache
 from ..config import DrafterConfig
 from ..layers import DraftLayer, RMSNorm, block_forward, rms_norm, rotary_table
-from ..packing import PackedWeight, fast_dtype, linear, pack
+from ..packing import PackedWeight, content, fast_dtype, linear, pack
 from .checkpoint import check_draft_vocabulary, check_target, check_tensors, read_tensors, write_tensors
 
 
@@ -43,12 +43,7 @@ class _Packed:
     key: tuple[object, ...]
     kv: tuple[Any, ...]
     layers: list[tuple[Tensor, ...]]
-    fast: list[tuple[Any, ...]]  # the same, with matrices in oneDNN's layout where that pays
-
-
-def _content(tensor: Tensor) -> tuple[int, int]:
-    """Changes when the tensor is another one or was written to (inference tensors do not count that)."""
-    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    fast: list[tuple[Any, ...]]  # the same, with matrices packed where that pays
 
 
 class DFlashDrafter(nn.Module):
@@ -155,10 +150,10 @@ class DFlashDrafter(nn.Module):
         self._embed_scale = float(torch.tensor(scale, dtype=embed_tokens_weight.dtype))
         self._soft_cap = logit_soft_cap if c.final_logit_softcapping is None else c.final_logit_softcapping
         key = (
-            _content(lm_head_weight),
+            content(lm_head_weight),
             reference.dtype,
             reference.device,
-            None if d2t is None else _content(d2t),
+            None if d2t is None else content(d2t),
         )
         if self._head_key != key:
             with (
@@ -223,13 +218,13 @@ class DFlashDrafter(nn.Module):
             if self._packed is None:
                 raise RuntimeError("pack() must run once before the drafter is compiled or exported")
             return self._packed
-        key = tuple(map(_content, self.parameters()))
+        key = tuple(map(content, self.parameters()))
         if self._packed is None or self._packed.key != key:
             with torch.inference_mode(False), torch.no_grad():
                 empty = torch.empty(0)
                 kv = tuple(None if w is None else w.detach() for w in self.kv_weights(empty))
                 layers = [tuple(w.detach() for w in layer.fused()) for layer in self._draft_layers()]
-            fast = [tuple(pack(w) if w.dim() == 2 and i != 2 else w for i, w in enumerate(x)) for x in layers]
+            fast = [tuple(pack(w) if i != 2 else w for i, w in enumerate(x)) for x in layers]
             self._packed = _Packed(key, kv, layers, fast)
         return self._packed
 

@@ -1,6 +1,6 @@
 """`carryover answers`: recorded answers in one small file, without the prompts' text.
 
-The file (NumPy's .npz, compressed; about 2 bytes a token) can be kept beside the weights that were trained on
+The file (NumPy's .npz, compressed) can be kept beside the weights that were trained on
 it, where the prompts have licences of their own. `carryover record --answers` makes a recording of it and of
 the prompts again, without the target's decoding.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from tokenize import TokenError  # NumPy's, of a damaged header
 
 import numpy as np
 
-from carryover_ext.training.recordings import PromptIds, load_shard, recorded_settings, shards
+from carryover_ext.training.recordings import PromptIds, load_shard, recorded_settings, replacing, shards
 
 BROKEN = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 SETTINGS = ("target", "temperature")  # the same in all sources of a file
@@ -38,9 +37,9 @@ def run_answers(args: argparse.Namespace) -> int:
     for source in args.sources:
         whole.add(Answers.load(source) if source.is_file() else Answers.of_recording(source), source)
     whole.save(args.out)
-    tokens = sum(map(len, whole.tokens.values()))
+    tokens = sum(len(ids) for ids, _ in whole.answers.values())
     print(
-        f"{args.out}: {len(whole.tokens):,} answers of {tokens:,} tokens, {args.out.stat().st_size:,} bytes"
+        f"{args.out}: {len(whole.answers):,} answers of {tokens:,} tokens, {args.out.stat().st_size:,} bytes"
     )
     return 0
 
@@ -52,12 +51,11 @@ def prompt_key(ids: Sequence[int]) -> int:
 
 @dataclass
 class Answers:
-    """Answers by :func:`prompt_key`: token ids, whether the target ended them itself; ``settings`` of the
+    """Answers by :func:`prompt_key`, token ids and finish reason, as backends give them; ``settings`` of the
     manifest that say where they come from (empty when there is nothing yet)."""
 
     settings: dict[str, object] = field(default_factory=dict)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    stopped: dict[int, bool] = field(default_factory=dict)
+    answers: dict[int, tuple[list[int], str]] = field(default_factory=dict)
 
     @classmethod
     def of_recording(cls, folder: Path) -> Answers:
@@ -71,9 +69,7 @@ class Answers:
             raise ValueError(f"{folder}/manifest.json: must name {' and '.join(SETTINGS)}")
         found = cls({name: manifest[name] for name in SETTINGS})
         for row in (row for file in files for row in load_shard(file)):
-            key = prompt_key(row.prompt_ids)
-            found.tokens.setdefault(key, row.response_ids)
-            found.stopped.setdefault(key, row.finish == "stop")
+            found.answers.setdefault(prompt_key(row.prompt_ids), (row.response_ids, row.finish))
         return found
 
     @classmethod
@@ -93,10 +89,9 @@ class Answers:
         except (ValueError, KeyError, TypeError, EOFError, SyntaxError, TokenError, *BROKEN) as e:
             raise ValueError(f"{path}: is not a whole file of `carryover answers` ({e})") from e
         parts = np.split(tokens, ends[:-1]) if keys else []
+        finish = ("stop" if one else "length" for one in stopped)
         return cls(
-            settings,
-            dict(zip(keys, (part.tolist() for part in parts), strict=True)),
-            dict(zip(keys, stopped, strict=True)),
+            settings, dict(zip(keys, zip((p.tolist() for p in parts), finish, strict=True), strict=True))
         )
 
     def add(self, other: Answers, source: Path) -> None:
@@ -110,38 +105,34 @@ class Answers:
         if changed:
             raise ValueError(f"{source}: other settings than those before {changed}; use a file of its own")
         self.settings = dict(theirs)
-        self.tokens = other.tokens | self.tokens
-        self.stopped = other.stopped | self.stopped
+        self.answers = other.answers | self.answers
 
     def save(self, path: Path) -> None:
         """Writes under a temporary name, then renames."""
-        keys = sorted(self.tokens)
-        tokens = np.fromiter((t for key in keys for t in self.tokens[key]), np.uint32)
+        keys = sorted(self.answers)
+        answers, finish = [self.answers[key][0] for key in keys], [self.answers[key][1] for key in keys]
+        tokens = np.fromiter((token for ids in answers for token in ids), np.uint32)
         if tokens.size and tokens.max() < 1 << 16:
             tokens = tokens.astype(np.uint16)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with open(temporary, "wb") as f:
+        with replacing(path) as temporary, open(temporary, "wb") as f:
             np.savez_compressed(
                 f,
                 settings=np.array(json.dumps(self.settings)),
                 keys=np.array(keys, np.uint64),
-                lengths=np.array([len(self.tokens[key]) for key in keys], np.uint32),
-                stopped=np.array([self.stopped[key] for key in keys], bool),
+                lengths=np.array([len(ids) for ids in answers], np.uint32),
+                stopped=np.array([reason == "stop" for reason in finish], bool),
                 tokens=tokens,
             )
-        os.replace(temporary, path)
 
     def digest(self) -> str:
         """Of all answers, to tell files apart."""
-        rows = [(key, self.stopped[key], self.tokens[key]) for key in sorted(self.tokens)]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(sorted(self.answers.items())).encode()).hexdigest()
 
     def has(self, prompt: PromptIds) -> bool:
-        return prompt_key(prompt.ids) in self.tokens
+        return prompt_key(prompt.ids) in self.answers
 
     def __call__(self, prompts: Sequence[list[int]], first: int) -> list[tuple[list[int], str]]:
         """The answers to prompts that have one: a backend of
         :func:`carryover_ext.training.recordings.record`."""
-        keys = [prompt_key(ids) for ids in prompts]
-        return [(self.tokens[key], "stop" if self.stopped[key] else "length") for key in keys]
+        return [self.answers[prompt_key(ids)] for ids in prompts]

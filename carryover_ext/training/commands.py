@@ -303,8 +303,9 @@ def run_train(args: argparse.Namespace) -> int:
         changed = _changes(begun.get("config", {}), config.to_dict())
         if changed:
             raise ValueError(f"--out {args.out}: was begun with another drafter {changed}; use a new folder")
+        begun_from = begun.get("source", {"--init": begun.get("init")})  # older runs have the latter
         for name, folder in origins.items():
-            if begun.get("source", {"--init": begun.get("init")}).get(name) != source.get(name):
+            if begun_from.get(name) != source.get(name):
                 raise ValueError(
                     f"{name} {folder}: --out {args.out} was begun from other weights; use a new folder, or "
                     "delete it to train anew"

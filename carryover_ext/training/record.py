@@ -63,11 +63,12 @@ def run_record(args: argparse.Namespace) -> int:
 
     if args.features and args.backend != "engine":
         raise ValueError(f"--features: --backend {args.backend} does not give them; use --backend engine")
-    if args.answers and (args.features or args.backend != "engine"):
-        raise ValueError("--answers: the target does not run; leave --features and --backend out")
+    if args.answers and (args.features or args.keep_prefixes or args.backend != "engine"):
+        raise ValueError(
+            "--answers: the target does not run; leave --features, --keep-prefixes and --backend out"
+        )
     if args.keep_prefixes and not args.features:
-        more = "leave it out" if args.answers else "add it"
-        raise ValueError(f"--keep-prefixes: only with --features; {more}")
+        raise ValueError("--keep-prefixes: only with --features; add it")
     tokenizer = load_tokenizer(args.target)
     prompts = load_prompts(
         args.prompts, tokenizer, max_prompt_tokens=args.max_prompt_tokens, limit=args.limit

@@ -17,7 +17,8 @@ import itertools
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,18 +63,24 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"shard-{index:05d}.jsonl"
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` to write to; it becomes ``path`` when all is written."""
+    temporary = path.with_name(path.name + ".tmp")
+    yield temporary
+    os.replace(temporary, path)
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Writes beside the file and renames: a reader sees the old content or the new, never half."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def save_atomic(path: Path, content: Any) -> None:
     """``torch.save`` under a temporary name, then a rename: a kill leaves the old file or the new one."""
-    temporary = path.with_suffix(".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        torch.save(content, temporary)
 
 
 def load_saved(path: Path, **options: Any) -> Any:
