@@ -89,10 +89,8 @@ class Answers:
         except (ValueError, KeyError, TypeError, EOFError, SyntaxError, TokenError, *BROKEN) as e:
             raise ValueError(f"{path}: is not a whole file of `carryover answers` ({e})") from e
         parts = np.split(tokens, ends[:-1]) if keys else []
-        finish = ("stop" if one else "length" for one in stopped)
-        return cls(
-            settings, dict(zip(keys, zip((p.tolist() for p in parts), finish, strict=True), strict=True))
-        )
+        answers = [(p.tolist(), "stop" if end else "length") for p, end in zip(parts, stopped, strict=True)]
+        return cls(settings, dict(zip(keys, answers, strict=True)))
 
     def add(self, other: Answers, source: Path) -> None:
         """Takes in what ``other``, from ``source``, has of prompts without an answer.
