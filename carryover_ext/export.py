@@ -175,17 +175,28 @@ def _update(c: _Checkpoint, base: Path, out: Path, rank: int) -> tuple[dict[str,
     if adapter.is_adapter(base):
         raise ValueError(f"base={str(base)!r}: is an adapter itself; name the checkpoint that it changes")
     tensors = read_tensors(base)
+    origin = {
+        "base_model_name_or_path": os.path.relpath(base.resolve(), out.resolve()),
+        "base_digest": adapter.digest(tensors),
+    }
     check_checkpoint(whole, tensors, base)
     mine, other = c.tensors.get("d2t"), tensors.get("d2t")
     if not (mine is other is None or (mine is not None and other is not None and torch.equal(mine, other))):
         raise ValueError(f"base={str(base)!r}: has another draft vocabulary than the source")
+    for name in (tensors.keys() & c.tensors.keys()) - {"d2t"}:
+        found, wanted = tuple(tensors[name].shape), tuple(c.tensors[name].shape)
+        if found != wanted and not name.startswith(adapter.HEADS):  # a head may be of another rank
+            raise ValueError(
+                f"base={str(base)!r}: {name} is {found} there and {wanted} in the source; name a drafter of "
+                "the same size"
+            )
     update, settings, kept = adapter.factor(tensors, c.tensors, rank)
     if kept < 0.99:
         c.notes.append(
             f"rank {rank} keeps {kept:.0%} of what changed in the matrix that loses most; measure the "
             "result, or train with --rank"
         )
-    return update, {"base_model_name_or_path": os.path.relpath(base.resolve(), out.resolve())} | settings
+    return update, origin | settings
 
 
 def _check_out(out: Path) -> None:
@@ -255,7 +266,7 @@ def _without_markov(config: DrafterConfig, tensors: dict[str, Tensor], source: s
         raise ValueError(
             f"drop_markov: source={source!r} has the anchor-first layout, which DFlash drafters do not have"
         )
-    for name in [name for name in tensors if name.startswith(("markov_head.", "confidence_head."))]:
+    for name in [name for name in tensors if name.startswith(adapter.HEADS)]:
         del tensors[name]
     return dataclasses.replace(
         config,

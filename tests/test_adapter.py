@@ -136,6 +136,8 @@ def damage(folder: Path, what: str) -> None:
         del config["base_model_name_or_path"]
     elif what == "gone":
         config["base_model_name_or_path"] = "../nowhere"
+    elif what == "replaced":
+        shutil.copytree(folder.parent / "source", folder.parent / "base", dirs_exist_ok=True)
     elif what == "chain":
         config["base_model_name_or_path"] = "../small"
     (folder / adapter.CONFIG).write_text(json.dumps(config))
@@ -159,6 +161,7 @@ def damage(folder: Path, what: str) -> None:
         ("unnamed", ValueError, "adapter_config.json: no base_model_name_or_path"),
         ("gone", FileNotFoundError, "'../nowhere' is not there"),
         ("chain", ValueError, "is an update itself"),
+        ("replaced", ValueError, "holds other weights than those that the update was made for"),
         ("no B", ValueError, "with B None does not fit layers.0.mlp.up_proj.weight of the base"),
         ("shape", ValueError, "does not fit layers.0.mlp.up_proj.weight of the base"),
         ("half", ValueError, "adapter_model.safetensors: corrupt or incomplete"),
@@ -184,6 +187,9 @@ def test_what_cannot_be_an_update_is_refused(tmp_path: Path, capsys: pytest.Capt
         export_checkpoint(changed(base, tmp_path / "s"), tmp_path / "out", "adapter", base=base, rank=0)
     with pytest.raises(ValueError, match="is the base's folder: choose"):
         export_checkpoint(tmp_path / "s", base, "adapter", base=base)
+    larger = make(tmp_path / "larger", intermediate_size=80)
+    with pytest.raises(ValueError, match=r"^base=.*larger'.*_proj\.weight is \(.*in the source"):
+        export_checkpoint(base, tmp_path / "out", "adapter", base=larger)
     assert not (tmp_path / "out").exists() and load_drafter(base)
     command = [
         "export",

@@ -67,6 +67,9 @@ def test_a_recording_is_made_again_to_the_bit(tmp_path, capsys):
 
     assert main([*common, "--features", f"--out={tmp_path}/c", f"--answers={tmp_path}/deep/a.npz"]) == 2
     assert "--answers: the target does not run" in capsys.readouterr().err
+    for option in ("--temperature=0", "--seed=0", "--batch=4", "--max-new-tokens=9", "--backend=engine"):
+        assert main([*common, option, f"--out={tmp_path}/c", f"--answers={tmp_path}/deep/a.npz"]) == 2
+        assert f"leave {option.split('=')[0]} out" in capsys.readouterr().err
     other = tiny_models.save_target(tmp_path / "other")
     wrong = ["record", f"--target={other}", f"--prompts={tmp_path}/p.jsonl", f"--out={tmp_path}/c"]
     assert main([*wrong, f"--answers={tmp_path}/deep/a.npz"]) == 2

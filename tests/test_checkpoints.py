@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from carryover_ext.config import DrafterConfig
-from carryover_ext.drafters import load_drafter
+from carryover_ext.drafters import adapter, load_drafter
 from carryover_ext.engine import generate
 from carryover_ext.pretrained import cache_home, encode_chat, load_target
 
@@ -36,6 +37,8 @@ def test_shipped_checkpoint(name: str) -> None:
     assert isinstance(drafter.config, DrafterConfig) and drafter.config.carryover == (arm == "carryover")
     assert (drafter.config.markov_rank > 0) == (kind == "markov")
     assert all(bool(p.isfinite().all()) for p in drafter.parameters())
+    if adapter.is_adapter(SHIPPED / name):  # so that it is not read with another base than its own
+        assert "base_digest" in json.loads((SHIPPED / name / adapter.CONFIG).read_text())
     if not (cache_home() / "targets" / target / "config.json").is_file():
         pytest.skip(f"{target} is not in the cache; `carryover env --fetch {target}` fetches it")
     model, tokenizer = load_target(target, torch.float32)

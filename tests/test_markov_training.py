@@ -275,7 +275,7 @@ def test_train_and_evaluate_commands(tmp_path, capsys):
     assert set(found["gains"]) == {"carryover/carryover-off"} and found["tasks"][-1] == "all"
 
 
-def test_a_head_is_added_to_a_dflash_checkpoint(tmp_path):
+def test_a_head_is_added_to_a_dflash_checkpoint(tmp_path, capsys):
     target = tiny_models.save_target(tmp_path / "target")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"n {i}"}) + "\n" for i in range(12)))
     common = [f"--target={target}"]
@@ -283,6 +283,9 @@ def test_a_head_is_added_to_a_dflash_checkpoint(tmp_path):
     assert not main(["record", *common, *record])
     start = tiny_models.save_drafter(tmp_path / "dflash", False)
     train = ["train", *common, f"--recordings={tmp_path}/rec", f"--init={start}", f"--out={tmp_path}/a"]
-    assert not main([*train, "--steps=1", "--anchors=4", "--cycle=1", "--drafter=markov", "--markov-rank=4"])
+    train += ["--steps=1", "--anchors=4", "--cycle=1", "--drafter=markov", "--markov-rank=4"]
+    assert main([*train, "--rank=2"]) == 2 and not (tmp_path / "a").exists()
+    assert "--rank 2: a Markov head stays as it is" in capsys.readouterr().err
+    assert not main(train)
     drafter = load_drafter(tmp_path / "a" / "checkpoint")
     assert isinstance(drafter, MarkovDrafter) and not drafter.config.sample_from_anchor

@@ -6,6 +6,7 @@ The drafters of a target share most of what they know, so that all of them are l
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,7 @@ PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 # [V, r] and [Vd, r]; in the compact form both have the rows of the draft vocabulary
 MARKOV_W1, MARKOV_W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+HEADS = ("markov_head.", "confidence_head.")
 
 
 def is_adapter(folder: Path) -> bool:
@@ -58,8 +60,19 @@ def widen(rows: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
     return rows.new_zeros(vocab_size, *rows.shape[1:]).index_copy_(0, ids, rows)
 
 
-def _read_settings(path: Path) -> tuple[float, set[str]]:
-    """Factor on the updates, and names of the base's tensors that are left out.
+def digest(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and numbers, which says whether a base is the one that an update was
+    made for."""
+    whole = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        whole.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        whole.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return whole.hexdigest()
+
+
+def _read_settings(path: Path) -> tuple[float, set[str], str | None]:
+    """Factor on the updates, names of the base's tensors that are left out, and the base's digest (None: not
+    written).
 
     Raises:
         ValueError: something that is not read here would change the numbers, or is no number.
@@ -76,7 +89,7 @@ def _read_settings(path: Path) -> tuple[float, set[str]]:
     dropped = settings.get("tensors_dropped", [])
     if not isinstance(dropped, list):
         raise ValueError(f"{path}: tensors_dropped={dropped!r}: must be a list of names")
-    return alpha / rank, set(dropped)
+    return alpha / rank, set(dropped), settings.get("base_digest")
 
 
 def merge(folder: Path, base: dict[str, Tensor], update: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -84,9 +97,15 @@ def merge(folder: Path, base: dict[str, Tensor], update: dict[str, Tensor]) -> d
     update. Sums are made in float32 and kept in the base's dtype.
 
     Raises:
-        ValueError: an update of a tensor that the base does not have, or of another shape.
+        ValueError: another base than the update was made for, an update of a tensor that it does not have, or
+            of another shape.
     """
-    scale, dropped = _read_settings(folder / CONFIG)
+    scale, dropped, made_for = _read_settings(folder / CONFIG)
+    if made_for is not None and digest(base) != made_for:
+        raise ValueError(
+            f"{folder / CONFIG}: base_model_name_or_path holds other weights than those that the update was "
+            "made for (base_digest); put these back, or export the update anew"
+        )
     merged = {name: value for name, value in base.items() if name not in dropped}
     named = {name.removeprefix(PREFIX): value for name, value in update.items()}
     for name, a in named.items():

@@ -323,6 +323,11 @@ def run_train(args: argparse.Namespace) -> int:
                 )
             weights = initial.from_target(config, target, rms, vocab)
         if config.markov_rank > 0 and MARKOV_W1 not in weights:
+            if settings.rank:
+                raise ValueError(
+                    f"--rank {settings.rank}: a Markov head stays as it is then, and this one would be new; "
+                    "train it with all weights (leave --rank out) and go on from that checkpoint (--init)"
+                )
             weights |= initial.markov_head(config, store, vocab)
         if config.carryover:
             weights.setdefault("carryover_embedding", torch.zeros(config.hidden_size))

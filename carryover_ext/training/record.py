@@ -11,6 +11,9 @@ from carryover_ext.training.commands import add_device, features_folder, load_on
 from carryover_ext.training.recordings import PromptIds
 from carryover_ext.training.shapes import TAPS, tap_ids
 
+# Of options that decide the answers: what holds where they are not given.
+ANSWERING = {"max_new_tokens": 160, "temperature": 0.0, "backend": "engine", "batch": 32, "seed": 0}
+
 
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -21,17 +24,17 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, help="folder of the recording (resumed when it exists)"
     )
     parser.add_argument("--limit", type=positive, help="prompts of each file")
-    parser.add_argument("--max-new-tokens", type=positive, default=160)
+    parser.add_argument("--max-new-tokens", type=positive, help="default 160")
     parser.add_argument("--max-prompt-tokens", type=positive, default=288)
-    parser.add_argument("--temperature", type=temperature, default=0.0)
+    parser.add_argument("--temperature", type=temperature, help="default 0: greedy")
     parser.add_argument(
         "--answers",
         type=Path,
         help="file of `carryover answers`: the answers, and their temperature, are taken from it; prompts "
         "without one are left out",
     )
-    parser.add_argument("--backend", choices=("engine", "vllm"), default="engine")
-    parser.add_argument("--batch", type=positive, default=32)
+    parser.add_argument("--backend", choices=("engine", "vllm"), help="default engine")
+    parser.add_argument("--batch", type=positive, help="answers at a time (default 32)")
     parser.add_argument(
         "--features",
         action="store_true",
@@ -49,7 +52,7 @@ def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-size", type=positive, default=256, help="prompts a shard: what a killed run can lose"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="default 0")
 
 
 def run_record(args: argparse.Namespace) -> int:
@@ -61,12 +64,15 @@ def run_record(args: argparse.Namespace) -> int:
     from carryover_ext.training.prefixes import prefixes_folder, prefixes_meta
     from carryover_ext.training.recordings import Backend, load_prompts, record, save_atomic
 
+    options = (*ANSWERING, "features", "keep_prefixes", "device")
+    given = [name for name in options if (value := getattr(args, name)) is not None and value is not False]
+    if args.answers and given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"--answers: the target does not run, the file has its answers; leave {names} out")
+    for name, value in ANSWERING.items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     if args.features and args.backend != "engine":
         raise ValueError(f"--features: --backend {args.backend} does not give them; use --backend engine")
-    if args.answers and (args.features or args.keep_prefixes or args.backend != "engine"):
-        raise ValueError(
-            "--answers: the target does not run; leave --features, --keep-prefixes and --backend out"
-        )
     if args.keep_prefixes and not args.features:
         raise ValueError("--keep-prefixes: only with --features; add it")
     tokenizer = load_tokenizer(args.target)
