@@ -73,7 +73,8 @@ def main() -> None:
     args = parser.parse_args()
     from vllm import LLM, SamplingParams
 
-    settings = bench.Settings(args.target, "", [], drafter=args.drafter, kind="dflash")
+    settings = bench.Settings(args.target, "", [], drafter=args.drafter)
+    settings.kind = bench.kind_of(settings, "dflash")
     source = bench.checkpoint_folder(settings, "carryover")
     folder = args.out / "drafters" / "carryover"
     markov = DrafterConfig.from_pretrained(source).markov_rank > 0  # which the V1 runner has not

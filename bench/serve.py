@@ -66,7 +66,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--kind",
         choices=bench.KINDS,
-        help="which of the repository's drafters (default: markov on a GPU, dflash where vLLM has no others)",
+        help="which of the repository's drafters (default: that of a folder that is named, else markov on a "
+        "GPU and with --drop-markov, dflash where vLLM has no others)",
     )
     parser.add_argument("--prompts", default="demo", help="JSON lines in the Spec-Bench form, or 'demo'")
     parser.add_argument(
@@ -123,8 +124,12 @@ def on_gpu() -> bool:
 def export_drafters(args: argparse.Namespace, arms: list[bench.Arm], sampled: bool) -> None:
     """Write the drafters of ``arms`` for vLLM, where :func:`command` looks for them. UserError for one that
     is missing or does not fit."""
-    kind = args.kind or ("markov" if on_gpu() else "dflash")
-    settings = bench.Settings(args.target, "", [], drafter=args.drafter, baseline=args.baseline, kind=kind)
+    settings = bench.Settings(
+        args.target, "", [], drafter=args.drafter, baseline=args.baseline, kind=args.kind
+    )
+    settings.kind = bench.kind_of(settings, "markov" if on_gpu() or args.drop_markov else "dflash")
+    if args.drop_markov and settings.kind != "markov":
+        raise bench.UserError("--drop-markov: the drafters are DFlash's, which have no Markov head; leave it out")
     for which in sorted({arm.drafter for arm in arms if arm.drafter}):
         source = bench.checkpoint_folder(settings, which)
         mended = which == "baseline" and sampled and not on_gpu()
@@ -140,7 +145,7 @@ def export_drafters(args: argparse.Namespace, arms: list[bench.Arm], sampled: bo
                 "vllm",
                 target=target_path(args.target),
                 warm_start=mended,
-                drop_markov=args.drop_markov and config.markov_rank > 0,
+                drop_markov=args.drop_markov,
             )
         except (OSError, ValueError) as e:
             raise bench.UserError(f"drafter {source}: {e}") from e

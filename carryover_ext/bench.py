@@ -60,7 +60,7 @@ class Prompt:
 class Settings:
     """What decides the outcome of a benchmark; stored in its JSON. ``block`` None: the length the drafter
     was trained with; ``dtype`` "auto": the one that this CPU is fast with (both are replaced by what they
-    stand for). ``kind``: of the repository's drafters, where none is named."""
+    stand for), and so is ``kind`` None, see :func:`kind_of`."""
 
     target: str
     prompts: str
@@ -76,7 +76,7 @@ class Settings:
     seed: int = 0
     drafter: str | None = None
     baseline: str | None = None
-    kind: str = KINDS[0]
+    kind: str | None = None
 
 
 class UserError(Exception):
@@ -156,6 +156,23 @@ def groups(prompts: Sequence[Prompt], batch: int) -> Iterator[list[Prompt]]:
             yield mine[start : start + batch]
 
 
+def kind_of(settings: Settings, default: str = KINDS[0]) -> str:
+    """Kind of a benchmark's drafters: the one asked for, that of a folder that is named, or the default.
+
+    Raises UserError where these disagree: one kind over another is not what Carryover gains."""
+    from .config import DrafterConfig
+
+    kinds = {f"--kind {settings.kind}": settings.kind} if settings.kind else {}
+    for option, folder in (("--drafter", settings.drafter), ("--baseline", settings.baseline)):
+        if folder and (Path(folder) / "config.json").is_file():
+            markov = DrafterConfig.from_pretrained(folder).markov_rank > 0
+            kinds[f"{option} {folder}"] = "markov" if markov else "dflash"
+    if len(set(kinds.values())) > 1:
+        found = ", ".join(f"{what} is {report.KINDS[kind]}" for what, kind in kinds.items())
+        raise UserError(f"{found}: must be of one kind")
+    return next(iter(kinds.values()), default)
+
+
 def checkpoint_folder(settings: Settings, which: str) -> Path:
     """The folder of the ``carryover`` or ``baseline`` checkpoint: the one named, or the one that the
     repository carries for the target (wheels carry none)."""
@@ -169,7 +186,8 @@ def checkpoint_folder(settings: Settings, which: str) -> Path:
                 f"{option} {given}: no config.json there; a drafter is a folder with config.json and weights"
             )
         return folder
-    folder = CHECKPOINTS / settings.target / settings.kind / which
+    kind = kind_of(settings)
+    folder = CHECKPOINTS / settings.target / kind / which
     if not (folder / "config.json").is_file():
         known = [f"{p.parent.name} ({p.name})" for p in sorted(CHECKPOINTS.glob("*/*")) if p.is_dir()]
         where = (
@@ -178,7 +196,7 @@ def checkpoint_folder(settings: Settings, which: str) -> Path:
             else "a wheel carries none; a checkout of the repository does (carryover_ext/checkpoints)"
         )
         raise UserError(
-            f"--target {settings.target}: no {settings.kind} {which} drafter for it is here; {where}; "
+            f"--target {settings.target}: no {kind} {which} drafter for it is here; {where}; "
             f"name a folder with {option}, or train one: carryover record, then carryover train"
         )
     return folder
@@ -204,6 +222,8 @@ class Session:
 
         self.settings = settings
         self.arms = [ARMS[name] for name in settings.arms]
+        if any(arm.drafter for arm in self.arms):
+            settings.kind = kind_of(settings)
         folders = {arm.drafter: checkpoint_folder(settings, arm.drafter) for arm in self.arms if arm.drafter}
         settings.dtype = dtype_name(settings.dtype, "cpu")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -219,6 +239,12 @@ class Session:
         if carryover is not None and not carryover.config.carryover:
             raise UserError(
                 f"--drafter {folders['carryover']}: trained without Carryover; name it with --baseline"
+            )
+        baseline = self.drafters.get("baseline")
+        if baseline is not None and baseline.config.carryover:
+            raise UserError(
+                f"--baseline {folders['baseline']}: trained with Carryover; name it with --drafter, and "
+                "compare with the arm carryover-off"
             )
         trained = [d.config.verify_rows for d in self.drafters.values() if d is not None]
         if settings.block is None and trained:

@@ -62,7 +62,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--target", default=TARGET, help=f"{TARGET}, a Hugging Face folder, or a hub id")
     parser.add_argument("--drafter", help="folder of the Carryover drafter (default: the repository's)")
     parser.add_argument(
-        "--kind", choices=bench.KINDS, default="markov", help="which of the repository's drafters"
+        "--kind",
+        choices=bench.KINDS,
+        help="which of the repository's drafters (default: that of a folder that is named, else markov)",
     )
     parser.add_argument(
         "--dtype",

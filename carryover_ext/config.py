@@ -112,6 +112,33 @@ class CarryoverConfig:
     carry_embed_at: str = "pre_norm"
     carry_positions: str = "verify"
 
+    @classmethod
+    def from_dict(cls, values: Any, source: str = "config") -> CarryoverConfig:
+        """Of ``carryover_config`` in a config.json, which ``source`` names in errors.
+
+        Raises ValueError for what is no such object, for an unknown key and for an unknown value.
+        """
+        known = sorted(f.name for f in dataclasses.fields(cls))
+        if not isinstance(values, dict):
+            raise ValueError(f"{source}: carryover_config={values!r}: must be an object with {known}")
+        for key in values:
+            if key not in known:
+                raise ValueError(
+                    f"{source}: unknown key carryover_config.{key} (known: {', '.join(known)})"
+                )
+        config = cls(**values)
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """ValueError for a value that means nothing."""
+        if not isinstance(self.enabled, bool):
+            raise ValueError(f"enabled={self.enabled!r}: must be true or false")
+        if self.carry_embed_at not in CARRY_EMBED_AT:
+            raise ValueError(f"carry_embed_at={self.carry_embed_at!r}: must be one of {CARRY_EMBED_AT}")
+        if self.carry_positions not in CARRY_POSITIONS:
+            raise ValueError(f"carry_positions={self.carry_positions!r}: must be one of {CARRY_POSITIONS}")
+
 
 @dataclass
 class DrafterConfig:
@@ -296,12 +323,7 @@ class DrafterConfig:
                 f"draft_vocab_size={self.draft_vocab_size}: must be in 1..vocab_size={self.vocab_size}"
             )
         if self.carryover_config is not None:
-            if self.carry_embed_at not in CARRY_EMBED_AT:
-                raise ValueError(f"carry_embed_at={self.carry_embed_at!r}: must be one of {CARRY_EMBED_AT}")
-            if self.carry_positions not in CARRY_POSITIONS:
-                raise ValueError(
-                    f"carry_positions={self.carry_positions!r}: must be one of {CARRY_POSITIONS}"
-                )
+            self.carryover_config.check()
 
     def _validate_markov(self) -> None:
         for name in ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"):
@@ -336,13 +358,7 @@ class DrafterConfig:
             kwargs[key] = value
         carry = values.pop("carryover_config", None)
         if carry is not None:
-            known = {f.name for f in dataclasses.fields(CarryoverConfig)}
-            for key in carry:
-                if key not in known:
-                    raise ValueError(
-                        f"{source}: unknown key carryover_config.{key} (known: {', '.join(sorted(known))})"
-                    )
-            kwargs["carryover_config"] = CarryoverConfig(**carry)
+            kwargs["carryover_config"] = CarryoverConfig.from_dict(carry, source)
         if values.get("rope_scaling"):
             scaling = dict(values["rope_scaling"])
             scaling.setdefault("rope_type", scaling.pop("type", "default"))

@@ -127,6 +127,8 @@ def generate(
     """
     start = time.perf_counter()
     output: GenerateOutput | None = None
+    if options.get("stop_token_ids") is not None:
+        options["stop_token_ids"] = tuple(options["stop_token_ids"])  # read twice, and may be an iterator
     for step in stream(target, drafter, input_ids, max_new_tokens=max_new_tokens, **options):
         now = time.perf_counter()
         if output is None:
@@ -353,7 +355,8 @@ def _decode(
                 left[i] -= len(new)
                 active[i] = stop is None and left[i] > 0
             step.tokens.append(new)
-            step.num_accepted.append(m if before[i] else -1)
+            # Drafts behind a stop token are not part of the answer.
+            step.num_accepted.append(min(m, len(new)) if before[i] else -1)
             step.num_drafted.append(max(rows[i] - 1, 0))
             step.finished.append(not active[i])
         kept = [host[i][0] if active[i] else -1 for i in range(batch)]

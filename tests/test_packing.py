@@ -146,3 +146,32 @@ def test_packed_decoding_runs_and_drafts(family: str, dtype: torch.dtype) -> Non
     assert [len(t) for t in out.tokens] == [12, 12] and out.num_drafted > 0 and out.num_carried > 0
     if dtype == torch.float32:  # no ties to speak of
         assert out.tokens == generate(model, None, prompts(4, 9), **options).tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.no_grad()
+def test_writes_through_data_are_noticed(dtype: torch.dtype) -> None:
+    """As merging an adapter or swapping averaged weights in does them; they raise no version."""
+    root = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64)).to(torch.bfloat16).to(dtype)
+    x = torch.randn(3, 64).to(dtype)
+    pack_linears([root])()
+    root[0].weight.data.mul_(2)
+    root[1].weight = None
+    root[1].weight = nn.Parameter(weights(64, 48, dtype=dtype))  # often at the address of the old one
+    plain = root(x)
+    undo = pack_linears([root])
+    torch.testing.assert_close(root(x), plain, rtol=2e-2, atol=2e-2)
+    undo()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_changed_drafter_drafts_with_its_new_weights(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny_target("llama")).to(torch.bfloat16).to(dtype)
+    drafter = tiny_drafter(model).to(torch.bfloat16).to(dtype)
+    options = {"max_new_tokens": 8, "stop_token_ids": []}
+    before = generate(model, drafter, prompts(5), **options)
+    old = drafter.pack()
+    for parameter in drafter.parameters():
+        parameter.data.mul_(-0.3)
+    again = generate(model, drafter, prompts(5), **options)
+    assert again.tokens == before.tokens and drafter.pack() is not old

@@ -209,6 +209,24 @@ def test_gradients_against_reference(dtype, at, rows):
         assert_close(a, p, e, name)
 
 
+def test_padding_may_hold_anything():
+    """NaN in a row without a position reaches no gradient, and a batch of padding alone has zeros."""
+    shape = SHAPES[0]
+    features, _, _ = _inputs(shape, torch.float32, 3)
+    w = weights(shape, torch.float32)
+    for positions, table in ((int32(0, -1, 2), w.cos_sin), (int32(-1, -1, -1), w.cos_sin[:0])):
+        found = []
+        for filler in (0.0, float("nan")):
+            padded = features.clone()
+            padded[positions < 0] = filler
+            args = [t.detach().clone().requires_grad_() for t in (padded, w.fc, w.norm, w.kv, w.k_norm)]
+            k, v = ops.project_kv(args[0], positions, *args[1:], table)
+            found.append(torch.autograd.grad((k.square() + v).sum(), args))
+        for clean, dirty in zip(*found, strict=True):
+            assert_equal(dirty, clean)
+        assert not found[1][0][positions < 0].any() and bool(found[1][1].any()) == (len(table) > 0)
+
+
 def test_weights_that_require_grad_record_nothing_under_no_grad():
     shape = SHAPES[0]
     features, positions, carried = _inputs(shape, torch.float32, 3)

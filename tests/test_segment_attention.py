@@ -278,6 +278,18 @@ def test_shared_pages_sum_their_gradients() -> None:
     assert (found[0][1][1] == 0).all()  # the page that nobody uses
 
 
+def test_blocks_without_rows_have_gradients_of_zero() -> None:
+    cache = [torch.randn(3, 4, 2, 8).requires_grad_() for _ in "kv"]
+    own = [torch.randn(2, n, h, 8).requires_grad_() for n, h in ((0, 4), (2, 2), (2, 2), (0, 2), (0, 2))]
+    q, k_segment, v_segment, k_block, v_block = own
+    table = int32(2, 0).expand(2, 2).contiguous()
+    out = ops.segment_attention(
+        q, *cache, int32(3, 7), k_segment, v_segment, int32(2, 0), k_block, v_block, table
+    )
+    for gradient, x in zip(torch.autograd.grad(out.sum(), [*own, *cache]), [*own, *cache], strict=True):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
 # ---- contracts -----------------------------------------------------------------------------------
 
 

@@ -225,6 +225,10 @@ def test_a_markov_drafter_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
         serve.export_drafters(args, [bench.ARMS["carryover"]], False)
         command = serve.command(args, bench.ARMS["carryover"], 80)
         assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
-    args.drop_markov = False
+    # Of the repository's own, --drop-markov means the Markov ones.
+    args = options(target="smollm2-135m", drop_markov=True, kind="dflash", out=tmp_path / "out")
+    with pytest.raises(bench.UserError, match="--drop-markov: the drafters are DFlash's"):
+        serve.export_drafters(args, [bench.ARMS["carryover"]], False)
+    args = options(target=str(target), drafter=str(drafter), out=tmp_path / "out", drop_markov=False)
     with pytest.raises(bench.UserError, match="needs vLLM's V2 runner, hence a GPU, or --drop-markov"):
         serve.export_drafters(args, [bench.ARMS["carryover"]], False)

@@ -330,6 +330,17 @@ def test_rows_out_of_range_go_nowhere():
     same(bad[2:], good[2:])
 
 
+def test_rows_in_front_of_the_first_request_go_nowhere(monkeypatch):
+    case = CommitCase(SMALL, Ragged("bad", (4, 4), (2, 0)), torch.bfloat16)
+    good = case.run(commit_and_carry)
+    monkeypatch.setattr(Ragged, "row_start", lambda self: int32(2, 4, 8))
+    monkeypatch.setattr(Ragged, "num_accepted", lambda self: int32(0, 0))
+    for cache, clean in zip(case.run(commit_and_carry)[:2], good[:2], strict=True):
+        rows, expected = cache.flatten(1, 2), clean.flatten(1, 2)
+        assert rows[:, case.slots[:2]].isnan().all()
+        assert_equal(rows[:, case.slots[2]], expected[:, case.slots[2]])
+
+
 @pytest.mark.parametrize("wrong", [64, -2, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("library", [False, True], ids=["tiles", "library"])
 def test_a_position_out_of_range_is_padding(library, wrong):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,41 @@ def test_capacity_is_checked() -> None:
 def test_empty_prompt_is_an_error() -> None:
     with TappedTarget(tiny_target()) as target, pytest.raises(ValueError, match=r"prompts\[1\] is empty"):
         target.prefill(target.new_cache(2, 8), [torch.tensor([1]), torch.tensor([], dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_follows_the_longest_row_is_refused(kind: str) -> None:
+    """Drafted rows would change the frequencies of committed ones."""
+    model = copy.deepcopy(tiny_target("llama"))
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match=f"^rope_type='{kind}': the frequencies depend on"):
+        TappedTarget(model)
+    by_layer = copy.deepcopy(tiny_target("gemma3"))
+    by_layer.config.rope_parameters["full_attention"]["rope_type"] = kind
+    with pytest.raises(ValueError, match=f"^rope_type='{kind}'"):
+        TappedTarget(by_layer)
+
+
+def test_threads_share_a_model() -> None:
+    """Each gets the tokens and features of its own prompt, and the model is left as it was."""
+    model = copy.deepcopy(tiny_target("llama"))
+    before = model.config._attn_implementation
+    asked = prompts(3, 9, 5, 7)
+
+    def run(i: int) -> list[Any]:
+        found = []
+        with TappedTarget(model, [i % 4], pack_weights=False) as target:
+            for _ in range(8):
+                logits, features, _ = target.prefill(target.new_cache(1, 16), [asked[i]])
+                found.append((logits, features))
+        return found
+
+    alone = [run(i)[0] for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(run, range(4)))
+    for expected, found in zip(alone, together, strict=True):
+        assert all(torch.equal(x, y) for pair in found for x, y in zip(pair, expected, strict=True))
+    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("taps", [[4], [-1], [0, 9]])

@@ -147,7 +147,7 @@ def test_a_plan_that_carries(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"speculative__num_speculative_tokens": 5}, r"num_speculative_tokens=5: .* at most 4; set"),
         (
             {"draft__carryover_config": {"carry_embed_at": "inside"}},
-            r"carry_embed_at='inside': must be pre_norm or post_norm",
+            r"carry_embed_at='inside': must be one of",
         ),
     ],
 )

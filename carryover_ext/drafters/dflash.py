@@ -22,7 +22,7 @@ from ..acceptance import Sampling, probabilities, sample
 from ..cache import DrafterCache
 from ..config import DrafterConfig
 from ..layers import DraftLayer, RMSNorm, block_forward, rms_norm, rotary_table
-from ..packing import PackedWeight, content, fast_dtype, linear, pack
+from ..packing import PackedWeight, content, fast_dtype, fingerprint, linear, pack
 from .checkpoint import check_draft_vocabulary, check_target, check_tensors, read_tensors, write_tensors
 
 
@@ -82,6 +82,7 @@ class DFlashDrafter(nn.Module):
         self._embed_scale = 1.0
         self._soft_cap: float | None = None
         self._packed: _Packed | None = None
+        self._stamp: tuple[int, ...] | None = None
         self._rotary: Tensor | None = None
 
     # -- checkpoints -------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class DFlashDrafter(nn.Module):
         check_tensors(tensors, model.state_dict(), directory)
         model.load_state_dict(tensors)
         check_draft_vocabulary(model.d2t, config.vocab_size)
-        return model.to(dtype or fast_dtype()).eval()
+        return model.to(dtype or fast_dtype("cpu")).eval()
 
     @classmethod
     def _check_config(cls, config: DrafterConfig) -> None:
@@ -149,8 +150,12 @@ class DFlashDrafter(nn.Module):
         # Gemma rounds its scale to the dtype of the embedding before it multiplies.
         self._embed_scale = float(torch.tensor(scale, dtype=embed_tokens_weight.dtype))
         self._soft_cap = logit_soft_cap if c.final_logit_softcapping is None else c.final_logit_softcapping
+        stamp = tuple(map(fingerprint, self.parameters()))
+        if self._stamp != stamp:  # written to through `.data`, too
+            self._packed, self._stamp = None, stamp
         key = (
             content(lm_head_weight),
+            fingerprint(lm_head_weight),
             reference.dtype,
             reference.device,
             None if d2t is None else content(d2t),
@@ -212,7 +217,7 @@ class DFlashDrafter(nn.Module):
 
     def pack(self) -> _Packed:
         """Fused copies of the weights for decoding, kept until a parameter changes (in place, by loading, or
-        by ``to``).
+        by ``to``; writes through ``.data`` are noticed by :meth:`bind`, hence at the start of a stream).
         """
         if torch.compiler.is_compiling():
             if self._packed is None:

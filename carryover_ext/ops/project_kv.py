@@ -126,6 +126,11 @@ def _backward(ctx, grad_k, grad_v):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     layers, dim = k_norm_weight.shape
     rows = features.shape[0]
+    # Rows of padding may hold anything, and get no gradient; so do rows out of range, zeros on a GPU.
+    live = (positions >= 0) & (positions < cos_sin.shape[0])
+    if rows == 0 or cos_sin.shape[0] == 0:
+        cos_sin = cos_sin.new_zeros(1, cos_sin.shape[1])  # no row is live, and nothing is looked up
+    features = torch.where(live[:, None], features, 0.0)
     heads = kv_weight.shape[0] // (2 * layers * dim)
     marks = None
     if embedding is not None and carried is not None:
@@ -146,9 +151,8 @@ def _backward(ctx, grad_k, grad_v):
     k_scale = torch.rsqrt(k.square().mean(-1, keepdim=True) + ctx.eps)
     k_normed = k * k_scale
 
-    # Second epilogue: undo the rotation, then k_norm. Rows of padding get no gradient.
-    # So do rows out of range, which are zeros on a GPU.
-    live = ((positions >= 0) & (positions < cos_sin.shape[0]))[:, None, None, None]
+    # Second epilogue: undo the rotation, then k_norm.
+    live = live[:, None, None, None]
     gk = torch.where(live, grad_k.transpose(0, 1).to(wide), 0.0)
     gv = torch.where(live, grad_v.transpose(0, 1).to(wide), 0.0)
     half = cos_sin.shape[1] // 2

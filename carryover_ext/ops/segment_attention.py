@@ -258,6 +258,8 @@ def _backward_kernel(
     dk_cache, dv_cache = zeros(k_cache, cache_grad), zeros(v_cache, cache_grad)
     dk_segment, dv_segment = zeros(k_segment), zeros(v_segment)
     dsinks = zeros(sinks)
+    if q.numel() == 0:
+        return [dq, dk_block, dv_block, dk_cache, dv_cache, dk_segment, dv_segment, dsinks]
     at = torch.arange(rows)
     carried = 0 if k_segment is None else k_segment.shape[1]
 

@@ -166,10 +166,11 @@ void commit_and_carry(const Tensor& features, const Tensor& positions, const Ten
       route(check, position, w.positions, batch, a.slots, total, a.pages, a.page, a.room, carry,
             {k_cache.stride(1), k_cache.stride(2), k_segment.stride(1), k_segment.stride(2)},
             {v_cache.stride(1), v_cache.stride(2), v_segment.stride(1), v_segment.stride(2)});
+  if (r.any)
+    launch(features, w, r.carried.data(), r.routes, kv_destination(k_cache, v_cache),
+           kv_destination(k_segment, v_segment));
+  // Last, so that no length speaks of rows that were not written, should memory run out.
   for (int64_t i = 0; i < batch.requests; ++i) a.segment_lens[i] = r.lens[i];
-  if (!r.any) return;
-  launch(features, w, r.carried.data(), r.routes, kv_destination(k_cache, v_cache),
-         kv_destination(k_segment, v_segment));
 }
 
 void check_project_kv(const Tensor& positions, int64_t positions_end) {

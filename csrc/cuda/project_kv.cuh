@@ -59,6 +59,7 @@ __device__ __forceinline__ RowRoute commit_route(const CommitRoutes& p, int64_t 
     const int64_t middle = (low + high) / 2;
     (p.row_start[middle] <= t ? low : high) = middle;
   }
+  if (t < p.row_start[low]) return bad_row(), r;  // row_start[0] is not 0
   if (p.num_accepted[low] < 0) return r;
   const Rejected rejected(p, low);
   if (t >= rejected.end) return r;

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ...config import CarryoverConfig
 from . import DSPARK_ARCHITECTURE
 from .compat import BACKENDS, KV_DTYPES, carryover_wanted
 
@@ -71,15 +72,12 @@ def make_plan(vllm_config: Any) -> Plan:
     check_target(draft, vllm_config.model_config.hf_text_config, name)
     dspark = DSPARK_ARCHITECTURE in (model.architectures or ())
     check_length(draft, speculative.num_speculative_tokens, dspark, name)
-    carry = getattr(draft, "carryover_config", None) or {}
-    embed_at = carry.get("carry_embed_at", "pre_norm")
-    if embed_at not in ("pre_norm", "post_norm"):
-        raise ValueError(f"drafter {name!r} has carry_embed_at={embed_at!r}: must be pre_norm or post_norm")
+    carry = CarryoverConfig.from_dict(getattr(draft, "carryover_config", None) or {}, f"drafter {name!r}")
     layers = getattr(draft, "layer_types", None) or ()
     window = getattr(draft, "sliding_window", None) if "sliding_attention" in layers else None
     return Plan(
-        off=_why_off(vllm_config),
-        shifted=carry.get("carry_positions", "verify") == "shifted",
+        off=_why_off(vllm_config) if carry.enabled else "the drafter's carryover_config has enabled: false",
+        shifted=carry.carry_positions == "shifted",
         window=int(window or 0),
         limit=int(getattr(draft, "max_position_embeddings", 0) or vllm_config.model_config.max_model_len),
     )
