@@ -129,7 +129,7 @@ def export_drafters(args: argparse.Namespace, arms: list[bench.Arm], sampled: bo
     )
     settings.kind = bench.kind_of(settings, "markov" if on_gpu() or args.drop_markov else "dflash")
     if args.drop_markov and settings.kind != "markov":
-        raise bench.UserError("--drop-markov: the drafters are DFlash's, which have no Markov head; leave it out")
+        raise bench.UserError("--drop-markov: DFlash drafters have no Markov head; leave it out")
     for which in sorted({arm.drafter for arm in arms if arm.drafter}):
         source = bench.checkpoint_folder(settings, which)
         mended = which == "baseline" and sampled and not on_gpu()

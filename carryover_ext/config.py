@@ -123,9 +123,7 @@ class CarryoverConfig:
             raise ValueError(f"{source}: carryover_config={values!r}: must be an object with {known}")
         for key in values:
             if key not in known:
-                raise ValueError(
-                    f"{source}: unknown key carryover_config.{key} (known: {', '.join(known)})"
-                )
+                raise ValueError(f"{source}: unknown key carryover_config.{key} (known: {', '.join(known)})")
         config = cls(**values)
         config.check()
         return config

@@ -130,7 +130,9 @@ def pack_linears(modules: list[nn.Module]) -> Callable[[], None]:
         for layer in root.modules():
             if type(layer) is not nn.Linear or "forward" in layer.__dict__:
                 continue
-            key = tuple(None if x is None else (*content(x), fingerprint(x)) for x in (layer.weight, layer.bias))
+            key = tuple(
+                None if x is None else (*content(x), fingerprint(x)) for x in (layer.weight, layer.bias)
+            )
             kept = _PACKS.get(layer)
             if kept is None or kept[0] != key:
                 packed = pack(layer.weight, layer.bias)

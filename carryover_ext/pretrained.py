@@ -39,7 +39,9 @@ def load_target(name: str | os.PathLike[str], dtype: torch.dtype | None = None) 
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target_path(os.fspath(name)), dtype=dtype or fast_dtype("cpu"))
+    model = AutoModelForCausalLM.from_pretrained(
+        target_path(os.fspath(name)), dtype=dtype or fast_dtype("cpu")
+    )
     model.eval().requires_grad_(False)
     return model, load_tokenizer(name)
 

@@ -227,7 +227,7 @@ def test_a_markov_drafter_on_a_cpu(tmp_path: Path, monkeypatch) -> None:
         assert json.loads(command[command.index("--speculative-config") + 1])["method"] == method
     # Of the repository's own, --drop-markov means the Markov ones.
     args = options(target="smollm2-135m", drop_markov=True, kind="dflash", out=tmp_path / "out")
-    with pytest.raises(bench.UserError, match="--drop-markov: the drafters are DFlash's"):
+    with pytest.raises(bench.UserError, match="--drop-markov: DFlash drafters have no Markov head"):
         serve.export_drafters(args, [bench.ARMS["carryover"]], False)
     args = options(target=str(target), drafter=str(drafter), out=tmp_path / "out", drop_markov=False)
     with pytest.raises(bench.UserError, match="needs vLLM's V2 runner, hence a GPU, or --drop-markov"):

@@ -66,7 +66,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     whole = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         whole.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        whole.update(value.contiguous().reshape(-1).view(torch.uint8).numpy())
+        whole.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 

@@ -258,8 +258,6 @@ def _backward_kernel(
     dk_cache, dv_cache = zeros(k_cache, cache_grad), zeros(v_cache, cache_grad)
     dk_segment, dv_segment = zeros(k_segment), zeros(v_segment)
     dsinks = zeros(sinks)
-    if q.numel() == 0:
-        return [dq, dk_block, dv_block, dk_cache, dv_cache, dk_segment, dv_segment, dsinks]
     at = torch.arange(rows)
     carried = 0 if k_segment is None else k_segment.shape[1]
 
@@ -270,7 +268,7 @@ def _backward_kernel(
     def back(x: Tensor) -> Tensor:  # [nkv, G, group * b, d] -> [G, b, nh, d]
         return x.unflatten(2, (group, rows)).permute(1, 3, 0, 2, 4).reshape(-1, rows, heads, d)
 
-    for first, stop in _groups(block_table, lens, heads * rows):
+    for first, stop in _groups(block_table, lens, heads * rows) if q.numel() else ():
         part = slice(first, stop)
         n = stop - first
         length = context_lens[part].long()[:, None]  # [G, 1]
