@@ -9,6 +9,7 @@ judging use independent uniforms.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -34,6 +35,14 @@ class Sampling:
     draft_temperature: float | None = None
 
     def __post_init__(self) -> None:
+        numbers = [("temperature", self.temperature), ("top_p", self.top_p)]
+        if self.draft_temperature is not None:
+            numbers.append(("draft_temperature", self.draft_temperature))
+        for name, value in numbers:
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise ValueError(f"{name}={value!r}: must be a number")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, Integral):
+            raise ValueError(f"top_k={self.top_k!r}: must be a whole number, 0 for off")
         # Below the least one, logits / T overflows float32; at infinity, masked logits become NaN.
         for name, value in (("temperature", self.temperature), ("draft_temperature", self.draft_temperature)):
             if value is not None and value != 0 and not LEAST_TEMPERATURE <= value < float("inf"):

@@ -293,14 +293,22 @@ def check_out(folder: Path) -> None:
 
 
 def check_lengths(session: Session, prompts: Sequence[Prompt]) -> None:
-    """UserError for a first turn that leaves the target no position for an answer."""
+    """UserError for a prompt that leaves the target no position for an answer to its last turn, should the
+    answers before it be as long as they may: better now than when the others are done."""
     limit = session.model.config.get_text_config().max_position_embeddings
     for prompt in prompts:
-        count = len(session.encode([{"role": "user", "content": prompt.turns[0]}]))
-        if not 0 < count < limit:
+        turns = prompt.turns[:1] if session.settings.turns == "first" else prompt.turns
+        history: list[dict[str, str]] = []
+        for turn in turns:
+            history += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
+        count = len(session.encode(history[:-1]))
+        answers = (len(turns) - 1) * session.settings.max_new_tokens
+        if not 0 < count < limit - answers:
+            of_turns = f", and its {len(turns) - 1} earlier answers up to {answers}" if answers else ""
             raise UserError(
                 f"--prompts: prompt {prompt.id!r} of task {prompt.task} has {count} tokens under the chat "
-                f"template; it must have 1..{limit - 1} for this target, so shorten it or leave it out"
+                f"template{of_turns}; it must have 1..{limit - 1} in all for this target, so shorten it or "
+                "leave it out"
             )
 
 

@@ -9,8 +9,9 @@ and one row a round.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -103,6 +104,10 @@ def as_prompts(input_ids: Any, device: torch.device | str = "cpu") -> list[Tenso
         raise ValueError(
             f"input_ids is a mapping with {sorted(map(str, input_ids))}: pass its 'input_ids', unpadded"
         )
+    if isinstance(input_ids, str) or (
+        isinstance(input_ids, (list, tuple)) and any(isinstance(row, str) for row in input_ids)
+    ):
+        raise ValueError("input_ids is a text: must be token ids, as the target's tokenizer gives them")
     if isinstance(input_ids, Tensor):
         rows = [input_ids] if input_ids.dim() == 1 else list(input_ids)
     elif len(input_ids) and not hasattr(input_ids[0], "__len__"):  # Python or NumPy numbers
@@ -174,9 +179,12 @@ class _Lengths:
 
     def __init__(self, prompts: list[Tensor], max_new_tokens: int | Sequence[int], max_length: int) -> None:
         count = len(prompts)
-        wanted = (
-            [max_new_tokens] * count if isinstance(max_new_tokens, int) else [int(n) for n in max_new_tokens]
-        )
+        wanted = list(max_new_tokens) if isinstance(max_new_tokens, Iterable) else [max_new_tokens] * count
+        for n in wanted:
+            if isinstance(n, bool) or not isinstance(n, Integral):
+                raise ValueError(
+                    f"max_new_tokens={max_new_tokens!r}: must be a whole number, or one for each request"
+                )
         if len(wanted) != count:
             raise ValueError(
                 f"max_new_tokens has {len(wanted)} entries: must have one for each of the {count} requests"
@@ -191,7 +199,7 @@ class _Lengths:
                     f"input_ids[{i}] has {prompt.numel()} tokens: the target takes {max_length}, "
                     "with at least one new"
                 )
-            self.left.append(min(n, room))
+            self.left.append(min(int(n), room))
         self.capacity = max((p.numel() + n for p, n in zip(prompts, self.left, strict=True)), default=0)
 
 

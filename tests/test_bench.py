@@ -1,6 +1,7 @@
 """The decoding benchmark: prompts, arms, accounting, comparison with plain decoding; end to end."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -335,3 +336,19 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_loaded(
     monkeypatch.setattr(bench, "Session", lambda *a, **k: pytest.fail("loaded"))
     assert main(command(folders, tmp_path / "file" / "out", f"--prompts={prompts}")) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_every_turn_must_find_room():
+    """Before anything is decoded: a conversation without room would end the run in the middle."""
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=40))
+    session = SimpleNamespace(
+        model=SimpleNamespace(config=config),
+        encode=lambda messages: [0] * sum(len(m["content"]) for m in messages),
+        settings=Settings(target="t", prompts="p", arms=["plain"], turns="all", max_new_tokens=16),
+    )
+    bench.check_lengths(session, [Prompt("a", "t", ("x" * 10, "y" * 13))])
+    talk = [Prompt("b", "t", ("x" * 10, "y" * 14))]
+    with pytest.raises(UserError, match=r"'b' of task t has 24 tokens .* its 1 earlier answers up to 16; it"):
+        bench.check_lengths(session, talk)
+    session.settings.turns = "first"
+    bench.check_lengths(session, talk)

@@ -108,6 +108,13 @@ def test_generate_gives_the_same_text_with_every_arm(models, arm, capsys):
     assert text == capsys.readouterr().out and text.endswith("\n")
 
 
+def test_a_baseline_has_no_carryover(models, capsys):
+    target, drafter, _, dtype = models
+    swapped = drafter.replace("--drafter", "--baseline")
+    assert main(["generate", "hello", target, swapped, dtype, "--arm", "baseline"]) == 2
+    assert "trained with Carryover; name it with --drafter" in capsys.readouterr().err
+
+
 def test_generate_shows_rounds(models, capsys):
     assert main(["generate", "Hello", *models, "--rounds", "--tokens=8"]) == 0
     text = capsys.readouterr().out

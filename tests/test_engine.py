@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import Steered, plain, prompts, tiny_drafter, tiny_target
@@ -195,6 +196,14 @@ BAD: list[tuple[dict, Any, str]] = [
     ({}, [[1, 24]], r"input_ids\[0\] has token 24: must be in 0\.\.23"),
     ({}, [[1], [-2, 1]], r"input_ids\[1\] has token -2"),
     ({}, [[]], r"input_ids\[0\] is"),
+    ({}, "hello", "input_ids is a text: must be token ids"),
+    ({}, ["hello", "you"], "input_ids is a text: must be token ids"),
+    ({"max_new_tokens": 8.0}, None, r"max_new_tokens=8\.0: must be a whole number"),
+    ({"max_new_tokens": None}, None, "max_new_tokens=None: must be a whole number"),
+    ({"max_new_tokens": [2.5]}, None, r"max_new_tokens=\[2\.5\]: must be a whole number"),
+    ({"temperature": None}, None, "temperature=None: must be a number"),
+    ({"temperature": 1.0, "top_p": "0.9"}, None, "top_p='0.9': must be a number"),
+    ({"temperature": 1.0, "top_k": 1.5}, None, r"top_k=1\.5: must be a whole number"),
     ({}, torch.zeros(1, 3), r"input_ids\[0\] is \(3,\) torch.float32"),
     ({}, torch.zeros(1, 2, 2, dtype=torch.int64), r"input_ids\[0\] is \(2, 2\)"),
     ({}, [list(range(20)) * 13], r"input_ids\[0\] has 260 tokens: the target takes 256"),
@@ -327,3 +336,13 @@ def test_a_closed_tapped_target_is_refused() -> None:
         generate(target, drafter, [3, 4], max_new_tokens=4)
     with pytest.raises(ValueError, match="closed TappedTarget"):
         generate(target, drafter, [3, 4], max_new_tokens=4)
+
+
+def test_stop_tokens_from_an_iterator_and_numpy_numbers() -> None:
+    target = tiny_target()
+    asked = prompts(4)
+    free = generate(target, None, asked, max_new_tokens=6, stop_token_ids=[])
+    stop = free.tokens[0][3]
+    out = generate(target, None, asked, max_new_tokens=np.int64(6), stop_token_ids=iter([stop]))
+    assert out.tokens[0] == free.tokens[0][: free.tokens[0].index(stop) + 1]
+    assert out.finish_reasons == ["stop"]
