@@ -8,7 +8,9 @@ and plots.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -346,17 +348,28 @@ def compare(records: Sequence[report.Record], prompts: dict[str, list[int]], ref
                 answer["equal"] = answer["difference"] is None
 
 
+def group_seed(seed: int, place: int, turn: int) -> int:
+    """Seed of one turn of one group, the same for all arms. Groups that shared one would draw the same
+    uniforms, and ``seed + place`` would repeat a part of the next seed's run."""
+    return random.Random(f"{seed} {place} {turn}").getrandbits(48)
+
+
 def run(
-    session: Session, prompts: Sequence[Prompt], on_group: Callable[[str, str], None] = lambda task, arm: None
+    session: Session,
+    prompts: Sequence[Prompt],
+    on_group: Callable[[str, str], None] = lambda task, arm: None,
+    done: Sequence[report.Record] = (),
+    keep: Callable[[list[report.Record]], None] = lambda records: None,
 ) -> list[report.Record]:
     """Decodes every prompt with every arm and compares greedy answers with plain decoding.
 
-    ``on_group(task, arm)`` is called after each timed decode. With ``turns="all"`` the history of a later
-    turn holds the answers of the first arm, so that all arms are asked the same.
+    ``on_group(task, arm)`` is called after each timed decode, ``keep`` with all records after those of all
+    arms; what it was given last is ``done`` of a run that goes on. With ``turns="all"`` the history of a
+    later turn holds the answers of the first arm, so that all arms are asked the same.
     """
     from .referee import Referee
 
-    settings, records = session.settings, []
+    settings, records, warm = session.settings, list[report.Record](), False
     encoded: dict[str, list[int]] = {}
     for place, group in enumerate(groups(prompts, settings.batch)):
         histories: dict[str, list[dict[str, str]]] = {prompt.id: [] for prompt in group}
@@ -367,25 +380,30 @@ def run(
             ids = [prompt.id if turn == 0 else f"{prompt.id}/turn{turn + 1}" for prompt in asked]
             tokens = [session.encode(histories[prompt.id]) for prompt in asked]
             encoded.update(zip(ids, tokens, strict=True))
-            if place == 0 and turn == 0:
-                session.warm_up(tokens[0])
-            shift = (place + turn) % len(session.arms)
-            outputs = {}
-            for arm in [*session.arms[shift:], *session.arms[:shift]]:
-                start = time.perf_counter()
-                output = outputs[arm.name] = session.generate(arm, tokens)
-                records.append(
-                    {
-                        "task": group[0].task,
-                        "arm": arm.name,
-                        "seconds": time.perf_counter() - start,
-                        "prefill_seconds": output.prefill_seconds,
-                        "answers": answers_of(ids, output),
-                    }
-                )
-                on_group(group[0].task, arm.name)
-            for prompt, answer in zip(asked, outputs[session.arms[0].name].tokens, strict=True):
-                text = session.tokenizer.decode(answer, skip_special_tokens=True)
+            asking = list(done[len(records) : len(records) + len(session.arms)])
+            if not asking:
+                if not warm:
+                    session.warm_up(tokens[0])
+                    warm = True
+                shift, seed = (place + turn) % len(session.arms), group_seed(settings.seed, place, turn)
+                for arm in [*session.arms[shift:], *session.arms[:shift]]:
+                    start = time.perf_counter()
+                    output = session.generate(arm, tokens, seed=seed)
+                    asking.append(
+                        {
+                            "task": group[0].task,
+                            "arm": arm.name,
+                            "seconds": time.perf_counter() - start,
+                            "prefill_seconds": output.prefill_seconds,
+                            "answers": answers_of(ids, output),
+                        }
+                    )
+                    on_group(group[0].task, arm.name)
+                keep(records + asking)
+            records += asking
+            first = next(record for record in asking if record["arm"] == session.arms[0].name)
+            for prompt, answer in zip(asked, first["answers"], strict=True):
+                text = session.tokenizer.decode(answer["token_ids"], skip_special_tokens=True)
                 histories[prompt.id].append({"role": "assistant", "content": text})
     if settings.temperature == 0:
         compare(records, encoded, Referee(session.model))
@@ -401,8 +419,36 @@ def steps(prompts: Sequence[Prompt], settings: Settings) -> int:
     return sum(turns) * len(settings.arms)
 
 
-def measure(session: Session, prompts: Sequence[Prompt], console: Any) -> dict[str, Any]:
-    """:func:`run` behind a progress bar; returns the document of :func:`carryover_ext.report.document`."""
+def fingerprint(session: Session, prompts: Sequence[Prompt], environment: dict[str, Any]) -> str:
+    """SHA-256 of what the records of a run depend on; a target counts by its name, drafters by their
+    weights."""
+    from .drafters import adapter
+
+    drafters = {
+        which: [drafter.config.to_dict(), adapter.digest(drafter.state_dict())]
+        for which, drafter in session.drafters.items()
+        if drafter is not None
+    }
+    what = [asdict(session.settings), environment, [asdict(prompt) for prompt in prompts], drafters]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+
+def read_partial(path: Path, made_by: str) -> list[report.Record]:
+    """Records of a run with the fingerprint ``made_by`` that was stopped; none where there is no such."""
+    try:
+        doc = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return doc["records"] if isinstance(doc, dict) and doc.get("fingerprint") == made_by else []
+
+
+def measure(
+    session: Session, prompts: Sequence[Prompt], console: Any, partial: Path | None = None
+) -> dict[str, Any]:
+    """:func:`run` behind a progress bar; returns the document of :func:`carryover_ext.report.document`.
+
+    ``partial``: a file that holds the document so far after each group, where a run that was stopped goes on
+    if nothing else has changed. Answers are compared with plain decoding at the end only."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -422,19 +468,32 @@ def measure(session: Session, prompts: Sequence[Prompt], console: Any) -> dict[s
         TextColumn("{task.description}"),
     )
     check_lengths(session, prompts)
+    settings, machine, total = asdict(session.settings), environment(), steps(prompts, session.settings)
+    made_by = fingerprint(session, prompts, machine) if partial else ""
+    done = read_partial(partial, made_by) if partial else []
+    if done:
+        console.print(
+            f"{partial}: {len(done)} of {total} decodes are there; going on", highlight=False, markup=False
+        )
+
+    def keep(records: list[report.Record]) -> None:
+        if partial:
+            doc = report.document(settings, machine, records)
+            report.write_json(partial, doc | {"decodes": total, "fingerprint": made_by})
+
     # Drawn between the timed decodes only: a bar that refreshes by itself would take time from them.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
-        bar = progress.add_task("warming up", total=steps(prompts, session.settings))
+        bar = progress.add_task("warming up", total=total, completed=len(done))
 
         def advance(task: str, arm: str) -> None:
             progress.update(bar, advance=1, description=f"{task}, {arm}")
             progress.refresh()
 
         progress.refresh()
-        records = run(session, prompts, advance)
+        records = run(session, prompts, advance, done, keep)
         progress.update(bar, description="done")
         progress.refresh()
-    return report.document(asdict(session.settings), environment(), records)
+    return report.document(settings, machine, records)
 
 
 def publish(doc: dict[str, Any], out: Path, console: Any, name: str) -> int:

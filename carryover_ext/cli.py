@@ -207,7 +207,10 @@ def run_bench(args: argparse.Namespace) -> int:
     console = Console()
     with console.status("starting") as status:
         session = bench.Session(settings, lambda text: status.update(text))
-    return bench.publish(bench.measure(session, prompts, console), args.out, console, "bench")
+    partial = args.out / "bench.partial.json"
+    status_code = bench.publish(bench.measure(session, prompts, console, partial), args.out, console, "bench")
+    partial.unlink(missing_ok=True)
+    return status_code
 
 
 def run_generate(args: argparse.Namespace) -> int:

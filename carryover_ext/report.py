@@ -149,9 +149,11 @@ def document(
 
 
 def write_json(path: str | Path, doc: dict[str, Any]) -> Path:
+    from .training.recordings import write_atomic
+
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(doc, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomic(path, json.dumps(doc, indent=1, ensure_ascii=False) + "\n")
     return path
 
 

@@ -225,7 +225,7 @@ def test_later_turns_see_the_same_history_in_every_arm(folders, prompts):
     original = session.generate
 
     def generate(arm, tokens, **changes):
-        if not changes:
+        if "max_new_tokens" not in changes:  # no warm-up
             asked.append((arm.name, session.tokenizer.decode(tokens[0])))
         return original(arm, tokens, **changes)
 
@@ -234,6 +234,85 @@ def test_later_turns_see_the_same_history_in_every_arm(folders, prompts):
     texts = {arm: [text for name, text in asked if name == arm] for arm in ("plain", "carryover")}
     assert texts["plain"] == texts["carryover"] and len(texts["plain"]) == 2
     assert texts["plain"][1].startswith(texts["plain"][0]) and "and again" in texts["plain"][1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_killed_run_keeps_its_records_and_goes_on(folders, prompts, tmp_path, monkeypatch, temperature):
+    def argv(out):
+        more = [
+            f"--prompts={prompts}",
+            "--arms=plain,carryover",
+            "--turns=all",
+            f"--temperature={temperature}",
+        ]
+        return command(folders, out, *more)
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(argv(whole)) == 0 and not (whole / "bench.partial.json").exists()
+    original, decoded = bench.Session.generate, []
+
+    def generate(self, arm, tokens, **changes):
+        if "max_new_tokens" not in changes:  # no warm-up
+            decoded.append(arm.name)
+            if len(decoded) == 6:
+                raise KeyboardInterrupt
+        return original(self, arm, tokens, **changes)
+
+    monkeypatch.setattr(bench.Session, "generate", generate)
+    assert main(argv(cut)) == 130
+    doc = json.loads((cut / "bench.partial.json").read_text(encoding="utf-8"))
+    assert len(doc["records"]) == 4 and doc["decodes"] == 12 and doc["rows"][-1]["prompts"] == 2
+    assert not (cut / "bench.json").exists()
+    assert main(argv(cut)) == 0 and not (cut / "bench.partial.json").exists()
+    assert len(decoded) == 6 + 12 - 4
+
+    def answers(folder):
+        records = json.loads((folder / "bench.json").read_text(encoding="utf-8"))["records"]
+        return [(r["task"], r["arm"], r["answers"]) for r in records]
+
+    assert answers(cut) == answers(whole)
+
+
+def test_a_killed_run_of_other_settings_prompts_or_drafters_is_not_taken(folders, prompts, tmp_path):
+    settings = Settings(str(folders["target"]), str(prompts), ["carryover"], dtype="float32")
+    settings.drafter = str(folders["drafter"])
+    session, asked = bench.Session(settings), bench.read_prompts(prompts)
+    made_by = bench.fingerprint(session, asked, {})
+    path = tmp_path / "bench.partial.json"
+    assert bench.read_partial(path, made_by) == []
+    report.write_json(path, {"fingerprint": made_by, "records": [{"task": "qa"}]})
+    assert bench.read_partial(path, made_by) == [{"task": "qa"}]
+    assert bench.fingerprint(session, asked, {}) == made_by
+    others = [bench.fingerprint(session, asked[1:], {}), bench.fingerprint(session, asked, {"threads": 2})]
+    with torch.no_grad():
+        session.drafters["carryover"].fc.weight[0, 0] += 1
+    others.append(bench.fingerprint(session, asked, {}))
+    settings.seed = 1
+    others.append(bench.fingerprint(session, asked, {}))
+    assert len({made_by, *others}) == 5
+    assert all(bench.read_partial(path, other) == [] for other in others)
+    path.write_text("{", encoding="utf-8")
+    assert bench.read_partial(path, made_by) == []
+
+
+def test_groups_and_turns_draw_with_seeds_of_their_own_and_arms_share_them(folders, prompts):
+    settings = Settings(
+        str(folders["target"]), str(prompts), ["plain", "carryover"], turns="all", dtype="float32"
+    )
+    settings.drafter, settings.max_new_tokens, settings.temperature = str(folders["drafter"]), 2, 1.0
+    session = bench.Session(settings)
+    asked = bench.read_prompts(prompts)
+    original, seeds = session.generate, []
+
+    def generate(arm, tokens, **changes):
+        if "max_new_tokens" not in changes:  # no warm-up
+            seeds.append((session.options(arm) | changes)["seed"])
+        return original(arm, tokens, **changes)
+
+    session.generate = generate
+    bench.run(session, asked)
+    assert len(seeds) == 12 and seeds[::2] == seeds[1::2] and len(set(seeds)) == 6
+    assert not set(seeds) & {bench.group_seed(1, place, turn) for place in range(3) for turn in range(2)}
 
 
 def test_sampling_compares_nothing(folders, prompts, tmp_path):
