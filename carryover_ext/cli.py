@@ -100,8 +100,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser, tokens: int, out: str) 
 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
     add_bench_arguments(parser, 48, "runs/demo")
-    parser.add_argument("--per-task", type=positive, default=3, help="prompts of each task (default 3)")
-    parser.add_argument("--full", action="store_true", help="all 64 prompts")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--per-task", type=positive, default=3, help="prompts of each task (default 3)")
+    group.add_argument("--full", action="store_true", help="all 64 prompts")
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,14 +164,33 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
+def check_used(args: argparse.Namespace, arms: Sequence[str]) -> None:
+    """UserError for an option that none of the arms reads."""
+    used = {bench.ARMS[arm].drafter for arm in arms} - {None}
+    readers = {"drafter": {"carryover"}, "baseline": {"baseline"}}
+    for option in ("drafter", "baseline", "kind", "block"):
+        value, by = getattr(args, option), readers.get(option, {"carryover", "baseline"})
+        if value is not None and not used & by:
+            names = [arm.name for arm in bench.ARMS.values() if arm.drafter in by]
+            raise bench.UserError(
+                f"--{option} {value}: is not read by {', '.join(arms)}, only by {', '.join(names)}; leave it "
+                "out, or choose such an arm"
+            )
+
+
 def settings_of(
     args: argparse.Namespace, prompts: str, limit: int | None, turns: str = "first"
 ) -> bench.Settings:
-    tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
+    arms, tasks = bench.parse_arms(args.arms), None
+    check_used(args, arms)
+    if args.tasks is not None:
+        tasks = [task.strip() for task in args.tasks.split(",") if task.strip()]
+        if not tasks:
+            raise bench.UserError(f"--tasks {args.tasks!r}: names no task; leave it out for all of them")
     return bench.Settings(
         target=args.target,
         prompts=prompts,
-        arms=bench.parse_arms(args.arms),
+        arms=arms,
         tasks=tasks,
         limit=limit,
         turns=turns,

@@ -166,7 +166,12 @@ def folders(tmp_path_factory):
 
 
 def command(folders, out, *more, dtype="float32"):
-    names = [f"--{name}={folders[name]}" for name in ("target", "drafter", "baseline")]
+    arms = next((option for option in more if option.startswith("--arms=")), "carryover,baseline")
+    read = [
+        "target",
+        *(name for name, arm in (("drafter", "carryover"), ("baseline", "baseline")) if arm in arms),
+    ]
+    names = [f"--{name}={folders[name]}" for name in read]
     return ["bench", *names, f"--out={out}", f"--dtype={dtype}", "--max-new-tokens=12", *more]
 
 

@@ -13,6 +13,12 @@ from carryover_ext.cli import TRAINING, build_parser, main
 from carryover_ext.engine import Round
 
 
+def read_by(arm, models):
+    """Those of the options that an arm reads."""
+    unread = {"plain": ("--drafter", "--baseline"), "baseline": ("--drafter",)}.get(arm, ("--baseline",))
+    return [option for option in models if not option.startswith(unread)]
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
@@ -65,6 +71,19 @@ def test_defaults_of_the_demo():
         (["bench", "--prompts=demo", "--tasks=poetry"], "no task poetry; it has chat"),
         (["bench", "--prompts=demo", "--target=a-model", "--arms=baseline"], "--baseline"),
         (["generate", " "], "prompt: is empty"),
+        (["bench", "--prompts=demo", "--tasks=,"], "--tasks ',': names no task"),
+        (["demo", "--tasks="], "--tasks '': names no task"),
+        (
+            ["generate", "a", "--arm=plain", "--drafter=f"],
+            "--drafter f: is not read by plain, only by carryo",
+        ),
+        (
+            ["generate", "a", "--arm=carryover", "--baseline=f"],
+            "--baseline f: is not read by carryover, only",
+        ),
+        (["generate", "a", "--arm=baseline", "--drafter=f"], "--drafter f: is not read by baseline"),
+        (["bench", "--prompts=demo", "--arms=plain", "--kind=dflash"], "--kind dflash: is not read by plain"),
+        (["demo", "--arms=plain", "--block=4"], "--block 4: is not read by plain"),
     ],
 )
 def test_mistakes_end_with_status_2_and_a_sentence(argv, words, capsys):
@@ -75,7 +94,15 @@ def test_mistakes_end_with_status_2_and_a_sentence(argv, words, capsys):
 
 @pytest.mark.parametrize(
     "argv",
-    [["bench"], ["demo", "--tokens=0"], ["demo", "--block=1"], ["demo", "--temperature=-1"], ["dance"], []],
+    [
+        ["bench"],
+        ["demo", "--tokens=0"],
+        ["demo", "--block=1"],
+        ["demo", "--temperature=-1"],
+        ["demo", "--full", "--per-task=2"],
+        ["dance"],
+        [],
+    ],
 )
 def test_wrong_arguments_end_with_status_2(argv, capsys):
     with pytest.raises(SystemExit) as e:
@@ -102,9 +129,9 @@ def test_env(capsys):
 
 @pytest.mark.parametrize("arm", ["plain", "baseline", "carryover-off", "carryover"])
 def test_generate_gives_the_same_text_with_every_arm(models, arm, capsys):
-    assert main(["generate", "Hello there", *models, f"--arm={arm}", "--tokens=16"]) == 0
+    assert main(["generate", "Hello there", *read_by(arm, models), f"--arm={arm}", "--tokens=16"]) == 0
     text = capsys.readouterr().out
-    assert main(["generate", "Hello there", *models, "--arm=plain", "--tokens=16"]) == 0
+    assert main(["generate", "Hello there", *read_by("plain", models), "--arm=plain", "--tokens=16"]) == 0
     assert text == capsys.readouterr().out and text.endswith("\n")
 
 
@@ -116,7 +143,7 @@ def test_a_baseline_has_no_carryover(models, capsys):
 
 
 def test_generate_shows_rounds(models, capsys):
-    assert main(["generate", "Hello", *models, "--rounds", "--tokens=8"]) == 0
+    assert main(["generate", "Hello", *read_by("carryover", models), "--rounds", "--tokens=8"]) == 0
     text = capsys.readouterr().out
     assert any(mark in text for mark in "₀₁₂₃₄₅|")
 
