@@ -17,6 +17,7 @@ from . import __version__, bench
 from .named_targets import NAMES
 
 TARGET = "smollm2-135m"
+PER_TASK = 3
 DTYPES = ("auto", "bfloat16", "float32")
 # name: what it does, and the module of carryover_ext.training that does it
 TRAINING = {
@@ -101,7 +102,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser, tokens: int, out: str) 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
     add_bench_arguments(parser, 48, "runs/demo")
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--per-task", type=positive, default=3, help="prompts of each task (default 3)")
+    # No default here: given as such, argparse would not see it beside --full.
+    group.add_argument("--per-task", type=positive, help=f"prompts of each task (default {PER_TASK})")
     group.add_argument("--full", action="store_true", help="all 64 prompts")
 
 
@@ -211,7 +213,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
     from .demo import run_demo
 
-    settings = settings_of(args, "demo", None if args.full else args.per_task)
+    settings = settings_of(args, "demo", None if args.full else args.per_task or PER_TASK)
     set_threads(args.threads)
     return run_demo(settings, args.out, Console())
 

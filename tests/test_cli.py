@@ -59,7 +59,7 @@ def test_module_entry_point():
 
 def test_defaults_of_the_demo():
     args = build_parser().parse_args(["demo"])
-    assert (args.target, args.max_new_tokens, args.per_task, args.full) == ("smollm2-135m", 48, 3, False)
+    assert (args.target, args.max_new_tokens, args.per_task, args.full) == ("smollm2-135m", 48, None, False)
     assert args.arms == "plain,baseline,carryover-off,carryover" and args.dtype == "auto"
 
 
@@ -99,7 +99,7 @@ def test_mistakes_end_with_status_2_and_a_sentence(argv, words, capsys):
         ["demo", "--tokens=0"],
         ["demo", "--block=1"],
         ["demo", "--temperature=-1"],
-        ["demo", "--full", "--per-task=2"],
+        ["demo", "--full", "--per-task=3"],
         ["dance"],
         [],
     ],
