@@ -35,8 +35,8 @@ DSPARK_KEYS = frozenset(
 )
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Keys of Hugging Face configs that say nothing about how the drafter computes. They are kept and written
-# back.
+# Keys of Hugging Face configs that say nothing about how the drafter computes (max_window_layers and
+# use_sliding_window: where layer_types is there). They are kept and written back.
 IGNORED_KEYS = frozenset(
     [
         "_name_or_path",
@@ -97,6 +97,16 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
         return [num_target_layers // 2]
     ids = [round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
     return [min(max(i, 0), num_target_layers - 1) for i in ids]
+
+
+def _layer_types(values: dict[str, Any], source: str) -> list[str]:
+    """As Transformers' Qwen configs fill them in: ``max_window_layers`` (28 when absent) full layers, then
+    sliding ones."""
+    full = values.get("max_window_layers", 28)
+    if not isinstance(full, int) or isinstance(full, bool) or full < 0:
+        raise ValueError(f"{source}: max_window_layers={full!r}: must be a number of layers")
+    count = values.get("num_hidden_layers")
+    return [LAYER_TYPES[i >= full] for i in range(count if isinstance(count, int) else 0)]
 
 
 @dataclass
@@ -274,6 +284,7 @@ class DrafterConfig:
                 f"block_size={self.block_size!r}: must be at least {1 + self.first_slot} "
                 "(one drafted token" + (")" if self.sample_from_anchor else " and the anchor)")
             )
+        self._validate_switches_and_numbers()
         self._validate_markov()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -307,6 +318,9 @@ class DrafterConfig:
         for kind in self.layer_types:
             if kind not in LAYER_TYPES:
                 raise ValueError(f"layer_types has {kind!r}: must be one of {LAYER_TYPES}")
+        window = self.sliding_window
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 0):
+            raise ValueError(f"sliding_window={window!r}: must be a positive integer, or null for none")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError(
                 f"sliding_window={self.sliding_window!r}: layer_types has sliding layers, so a size is needed"
@@ -322,6 +336,21 @@ class DrafterConfig:
             )
         if self.carryover_config is not None:
             self.carryover_config.check()
+
+    def _validate_switches_and_numbers(self) -> None:
+        """A text in the place of a switch would count as true, in the place of a number fail in a kernel."""
+        for name in ("causal", "tie_word_embeddings"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "causal" and value is None):
+                raise ValueError(f"{name}={value!r}: must be true or false")
+        for name in ("rms_norm_eps", "rope_theta", "input_embedding_scale", "final_logit_softcapping"):
+            value, null = getattr(self, name), name in ("input_embedding_scale", "final_logit_softcapping")
+            if null and value is None:
+                continue
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            no_cap = name == "final_logit_softcapping" and value == 0
+            if not number or not (0 < value < float("inf") or no_cap):
+                raise ValueError(f"{name}={value!r}: must be a positive number{' or null' * null}")
 
     def _validate_markov(self) -> None:
         for name in ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"):
@@ -383,6 +412,8 @@ class DrafterConfig:
         rope = kwargs.get("rope_parameters")
         if rope and "rope_theta" in rope:
             kwargs["rope_theta"] = float(rope["rope_theta"])
+        if "layer_types" not in kwargs and values.get("use_sliding_window") and values.get("sliding_window"):
+            kwargs["layer_types"] = _layer_types(values, source)
         missing = [
             f.name
             for f in dataclasses.fields(cls)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config
 
 from carryover_ext.config import CarryoverConfig, DrafterConfig, default_target_layer_ids
 
@@ -139,6 +140,20 @@ def test_missing_dflash_key(key: str) -> None:
         ({"carryover_config": {"carry_positions": "next"}}, "carry_positions='next'"),
         ({"carryover_config": {"enable": True}}, "unknown key carryover_config.enable"),
         ({"max_position_embeddings": None}, "max_position_embeddings=None"),
+        ({"causal": "false"}, "causal='false': must be true or false"),
+        ({"causal": 0}, "causal=0: must be true or false"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
+        ({"sliding_window": -4}, "sliding_window=-4: must be a positive integer"),
+        ({"sliding_window": "64"}, "sliding_window='64'"),
+        ({"layer_types": ["sliding_attention"] * 5, "sliding_window": -1}, "sliding_window=-1"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6': must be a positive number"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0"),
+        ({"rope_theta": "10000"}, "rope_theta='10000'"),
+        (
+            {"final_logit_softcapping": -30.0},
+            "final_logit_softcapping=-30.0: must be a positive number or null",
+        ),
+        ({"input_embedding_scale": True}, "input_embedding_scale=True"),
     ],
 )
 def test_bad_value(tmp_path: Path, values: dict, message: str) -> None:
@@ -182,6 +197,39 @@ def test_causal_inside_the_block(causal: bool | None, expected: list[bool]) -> N
     )
     assert [c.layer_causal(i) for i in range(2)] == expected
     assert [c.layer_window(i) for i in range(2)] == [64, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "windows"),
+    [
+        ({"use_sliding_window": True, "max_window_layers": 3}, [0, 0, 0, 64, 64]),
+        ({"use_sliding_window": True, "max_window_layers": 0}, [64] * 5),
+        ({"use_sliding_window": True}, [0] * 5),  # 28 full layers
+        ({"use_sliding_window": False, "max_window_layers": 3}, [0] * 5),
+        (
+            {"use_sliding_window": True, "max_window_layers": 3, "layer_types": ["full_attention"] * 5},
+            [0] * 5,
+        ),
+    ],
+)
+def test_window_layers_without_layer_types_are_those_of_transformers(
+    values: dict, windows: list[int]
+) -> None:
+    config = changed(sliding_window=64)
+    del config["layer_types"], config["max_window_layers"], config["use_sliding_window"]
+    config |= values
+    c = DrafterConfig.from_dict(config)
+    assert [c.layer_window(i) for i in range(5)] == windows
+    names = ("num_hidden_layers", "sliding_window", *values)
+    assert c.layer_types == Qwen3Config(**{name: config[name] for name in names}).layer_types
+    assert DrafterConfig.from_dict(c.to_dict()) == c
+
+
+def test_max_window_layers_must_be_a_number() -> None:
+    config = changed(sliding_window=64, use_sliding_window=True, max_window_layers="3")
+    del config["layer_types"]
+    with pytest.raises(ValueError, match="max_window_layers='3': must be a number of layers"):
+        DrafterConfig.from_dict(config)
 
 
 def test_rope_forms() -> None:
