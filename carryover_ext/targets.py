@@ -28,6 +28,29 @@ BY_LENGTH = frozenset({"dynamic", "longrope"})  # RoPE whose frequencies follow 
 
 # One for each model: a pass sets its attention and fills its hooks.
 _LOCKS: WeakKeyDictionary[nn.Module, threading.Lock] = WeakKeyDictionary()
+# How many tap a model, and the names of its modules that were in training mode before the first did. (The
+# modules themselves would keep the model alive.)
+_TAPPED: WeakKeyDictionary[nn.Module, tuple[int, list[str]]] = WeakKeyDictionary()
+_TAPPED_LOCK = threading.Lock()
+
+
+def _hold_eval(model: nn.Module) -> None:
+    """Eval mode until as many calls of :func:`_release_eval` have followed."""
+    with _TAPPED_LOCK:
+        count, names = _TAPPED.get(model, (0, []))
+        training = [name for name, module in model.named_modules() if module.training]
+        _TAPPED[model] = count + 1, names + training
+        model.eval()
+
+
+def _release_eval(model: nn.Module) -> None:
+    with _TAPPED_LOCK:
+        count, names = _TAPPED.pop(model)
+        if count > 1:  # another one still decodes
+            _TAPPED[model] = count - 1, names
+            return
+        for name in names:
+            model.get_submodule(name).training = True
 
 
 def cache_argument(decoder: Any) -> str:
@@ -48,11 +71,11 @@ class TappedTarget:
 
     Tap id k is the output of decoder layer k (``hidden_states[k + 1]`` in Transformers), before the final
     norm. Hooks keep the tapped layers' outputs and nothing else. The model is used as it is, but for being
-    put into eval mode; :meth:`close` removes the hooks. Passes over one model by several threads follow each
-    other.
+    put into eval mode; :meth:`close` removes the hooks, and puts what was in training mode back into it.
+    Passes over one model by several threads follow each other.
 
     Args:
-        model: a ``...ForCausalLM``, in eval mode.
+        model: a ``...ForCausalLM``.
         pack_weights: give the linear layers packed weights while this object lives, where that is possible;
             False: do not. See :mod:`carryover_ext.packing`.
         tap_ids: decoder layers to tap, in the order in which their states are laid side by side. Empty: no
@@ -74,7 +97,7 @@ class TappedTarget:
                     "rows included, so that the output would not be the target's own; must be a type whose "
                     "frequencies are fixed, as 'default', 'linear', 'llama3' or 'yarn'"
                 )
-        self.model, self.decoder, self.config = model.eval(), decoder, config
+        self.model, self.decoder, self.config = model, decoder, config
         self.layers: nn.ModuleList = decoder.layers
         self.tap_ids = list(tap_ids)
         for tap in self.tap_ids:
@@ -91,6 +114,7 @@ class TappedTarget:
         self._running = False
         self._lock = _LOCKS.setdefault(model, threading.Lock())
         self.closed = False
+        _hold_eval(model)
         self._hooks = [self.layers[tap].register_forward_hook(self._keep(tap)) for tap in self.tap_ids]
 
     def _keep(self, tap: int) -> Any:
@@ -101,7 +125,9 @@ class TappedTarget:
         return hook
 
     def close(self) -> None:
-        """Remove the hooks and packed weights from the model."""
+        """Remove the hooks and packed weights from the model, and eval mode where it was not."""
+        if not self.closed:
+            _release_eval(self.model)
         self.closed = True
         self._unpack()
         for hook in self._hooks:

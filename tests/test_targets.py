@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from carryover_ext import named_targets, pretrained, targets
+from carryover_ext.engine import generate
 from carryover_ext.named_targets import NAMES, TARGETS
 from carryover_ext.pretrained import load_target, stop_token_ids, target_path
 from carryover_ext.slot_cache import SlotCache, attention_mask
@@ -345,3 +348,31 @@ def test_binding_through_the_target() -> None:
     with TappedTarget(model, [1, 2]) as target:
         assert target.bind(drafter) is drafter
     assert drafter._soft_cap == 3.0 and abs(drafter._embed_scale - 32**0.5) < 1e-6
+
+
+def test_a_model_in_training_gets_its_modes_back_when_the_last_one_closes():
+    model = copy.deepcopy(tiny_target())
+    model.train()
+    model.model.layers[1].eval()  # as of a layer that is frozen
+    before = {name: module.training for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match="tap_ids"):
+        TappedTarget(model, [99])
+    assert {name: module.training for name, module in model.named_modules()} == before
+    first, second = TappedTarget(model, [1]), TappedTarget(model, [2])
+    assert not any(module.training for module in model.modules())
+    first.close()
+    first.close()
+    assert not any(module.training for module in model.modules())
+    second.close()
+    assert {name: module.training for name, module in model.named_modules()} == before
+    generate(model, None, [[1, 2]], max_new_tokens=2)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+def test_a_tapped_model_is_freed():
+    model = copy.deepcopy(tiny_target()).train()
+    gone = weakref.ref(model)
+    target = TappedTarget(model, [1])
+    del model, target
+    gc.collect()
+    assert gone() is None
