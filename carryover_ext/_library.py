@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +27,59 @@ _load()
 
 ops = torch.ops.carryover_ext
 
-# The projection ops call GEMMs inside, which autocast would cast behind their back: they run below it, in the
-# dtype of their arguments. The registrations live as long as these objects.
-_below_autocast: list[torch.library.Library] = []
+# The registrations of this file live as long as these objects.
+_registrations: list[torch.library.Library] = []
+
+# These ops call GEMMs inside, which autocast would cast behind their back: they run below it, in the dtype of
+# their arguments.
+_AUTOCAST = ("AutocastCPU", "AutocastCUDA")
+_BELOW_AUTOCAST = ("project_kv", "commit_and_carry", "segment_attention_backward")
 
 
-def _run_below_autocast(name: str, key: str) -> None:
-    op = getattr(ops, name).default
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+def below_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, unmoved by the caller's autocast: for a gradient's formula, which the caller of
+    ``backward`` runs."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    keys |= torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return op(*args, **kwargs)
+            return function(*args, **kwargs)
 
+    return call
+
+
+def _register(name: str, key: str, function: Callable[..., Any], **options: Any) -> None:
     library = torch.library.Library("carryover_ext", "IMPL", key)
-    library.impl(name, call)
-    _below_autocast.append(library)
+    library.impl(name, function, **options)
+    _registrations.append(library)
 
 
-for _key in ("AutocastCPU", "AutocastCUDA"):
-    for _name in ("project_kv", "commit_and_carry"):
-        _run_below_autocast(_name, _key)
+for _key in _AUTOCAST:
+    for _name in _BELOW_AUTOCAST:
+        _register(_name, _key, below_autocast(getattr(ops, _name).default))
+
+
+def _count_writes(name: str) -> None:
+    """Bumps the versions of the tensors that an op writes, so that autograd refuses a gradient that needs
+    what they held before. (The stable ABI has no way to register this in C++; inference tensors have no
+    versions, and do not come here.)"""
+    op = getattr(ops, name).default
+    arguments = op._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result = op.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        for i in written:
+            torch.autograd.graph.increment_version(args[i])
+        return result
+
+    _register(name, "ADInplaceOrView", call, with_keyset=True)
+
+
+_count_writes("commit_and_carry")
 
 
 def cpu_capability() -> str:

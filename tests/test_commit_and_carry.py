@@ -325,3 +325,40 @@ def test_check_commit_accepts_what_the_op_accepts():
 def test_unknown_embedding_place():
     with pytest.raises(ValueError, match="carry_embed_at='after' is not one of"):
         ops.commit_and_carry(**_arguments(carry_embed_at="after"))
+
+
+def test_autograd_is_warned_of_what_is_overwritten():
+    """A gradient that needs what a cache held before would be wrong without a word."""
+    case = CommitCase(SHAPES[0], RAGGED[6], torch.float32)
+    factor = torch.ones((), requires_grad=True)
+    products = []
+
+    def commit(*args, **options):
+        products.extend(factor * tensor for tensor in args[5:10])
+        before = [tensor._version for tensor in args]
+        ops.commit_and_carry(*args, **options)
+        bumped = [n for n, tensor in enumerate(args) if tensor._version > before[n]]
+        assert bumped == [5, 6, 7, 8, 9]
+
+    case.run(commit)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def test_inference_tensors_are_written_as_well():
+    """They have no versions, inside of inference mode and outside of it."""
+    case = CommitCase(SHAPES[0], RAGGED[6], torch.float32)
+    expected = case.run(ops.commit_and_carry)
+    with torch.inference_mode():
+        caches = [tensor.clone() for tensor in case.run(ops.commit_and_carry)]
+    for a, e in zip(caches, expected, strict=True):
+        assert a.is_inference()
+        assert_equal(a, e)
+
+    def commit(*args, **options):
+        ops.commit_and_carry(*args[:5], *caches, *args[10:], **options)
+
+    case.run(commit)
+    for a, e in zip(caches, expected, strict=True):
+        assert_equal(a, e)

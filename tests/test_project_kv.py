@@ -249,6 +249,25 @@ def test_autocast_changes_no_bit(dtype):
         assert_equal(a, e)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
+def test_autocast_around_backward_changes_no_bit(dtype):
+    """A caller may call backward inside of its autocast: the formula keeps its precision."""
+    shape = SHAPES[0]
+    features, positions, carried = _inputs(shape, dtype, 5)
+    w = weights(shape, dtype)
+    wanted = [features, w.fc, w.kv]
+    for tensor in wanted:
+        tensor.requires_grad_()
+    found = []
+    for autocast in (False, True):
+        k, v = ops.project_kv(features, positions, *w.args(), carried)
+        loss = k.square().sum() + v.square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(torch.autograd.grad(loss, wanted))
+    for a, e in zip(found[1], found[0], strict=True):
+        assert_equal(a, e)
+
+
 def _arguments(**change):
     shape = Shape(8, 6, 2, 3, 4, 4)
     torch.manual_seed(0)

@@ -278,6 +278,23 @@ def test_shared_pages_sum_their_gradients() -> None:
     assert (found[0][1][1] == 0).all()  # the page that nobody uses
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_autocast_around_backward_changes_no_bit(dtype: torch.dtype) -> None:
+    call = build(Case(batch=3, rows=4, group=3, context=40, causal=True, sinks=True))
+    args = [
+        x.clone().requires_grad_() if n in FLOATS and x is not None else x
+        for n, x in enumerate(call.args(dtype))
+    ]
+    wanted = [args[n] for n in FLOATS if n < len(args) and args[n] is not None]
+    found = []
+    for autocast in (False, True):
+        out = ops.segment_attention(*args, **call.options).float().square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(torch.autograd.grad(out, wanted))
+    for a, e in zip(found[1], found[0], strict=True):
+        assert a.dtype == e.dtype and torch.equal(a, e)
+
+
 def test_blocks_without_rows_have_gradients_of_zero() -> None:
     cache = [torch.randn(3, 4, 2, 8).requires_grad_() for _ in "kv"]
     own = [torch.randn(2, n, h, 8).requires_grad_() for n, h in ((0, 4), (2, 2), (2, 2), (0, 2), (0, 2))]

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._library import below_autocast
 from .._library import ops as _ops
 
 
@@ -117,6 +118,7 @@ def _norm_backward(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
     return scale * (grad - normed * (grad * normed).mean(-1, keepdim=True))
 
 
+@below_autocast
 def _backward(ctx, grad_k, grad_v):
     """The formula written out, on recomputed intermediates: the forward pass keeps its inputs only."""
     features, positions, fc, norm_weight, kv_weight, k_norm_weight, cos_sin, embedding, carried = (
