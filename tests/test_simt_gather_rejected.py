@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import RAGGED
+from cases import RAGGED, int32
 from compare import Guarded, assert_equal
 from simt import SCHEDULES, Schedule, call, unavailable
 
@@ -64,3 +64,27 @@ def test_sanitizers(ragged, kind: str) -> None:
     for width, limit in ((33, 7), (64, 15)):
         hidden = torch.randn(ragged.total, width).to(torch.bfloat16)
         check(hidden, ragged.row_start(), ragged.num_accepted(), limit, kind=kind)
+
+
+@pytest.mark.parametrize("kind", [None, "asan"])
+@pytest.mark.parametrize(
+    ("start", "accepted", "lens"),
+    [
+        ([0, 4, 900], [1, 0], [2, 0]),  # ends behind the last row
+        ([0, 4, 8], [1, 7], [2, 0]),  # accepted more than there is
+        ([0, 4, 8], [1, 2**31 - 1], [2, 0]),
+        ([0, 4, 8], [1, -2], [2, 0]),
+        ([-900, 4, 8], [1, 0], [0, 3]),
+        ([0, 6, 4], [1, 0], [4, 0]),  # falls
+    ],
+)
+def test_requests_out_of_range_have_no_rejected_rows(start, accepted, lens, kind: str | None) -> None:
+    hidden = torch.randn(8, 40).to(torch.bfloat16)
+    options = {} if kind is None else {"kind": kind}
+    rows, index, found = run(hidden, int32(*start), int32(*accepted), 7, **options)
+    assert found.tolist() == lens
+    for i, n in enumerate(lens):
+        first = start[i] + accepted[i] + 1
+        assert index[i].tolist() == [*range(first, first + n)] + [-1] * (7 - n)
+        assert_equal(rows[i, :n], hidden[first : first + n] if n else hidden[:0])
+        assert not rows[i, n:].any()

@@ -58,7 +58,8 @@ def commit_and_carry(
         carry: False leaves every segment empty. The committed rows have the same bits either way.
 
     No gradient: it is the inference path; training uses :func:`project_kv`. Nothing is written when an error
-    is raised. A batch without live rows only rewrites `segment_lens`.
+    is raised; but on a GPU `segment_lens` may be, where the library's GEMM finds no memory. A batch without
+    live rows only rewrites `segment_lens`.
 
     On a GPU (bfloat16, float16) nothing waits for the device, so the call can be captured into a graph; the
     workspace comes from PyTorch's allocator. Values are not read on the host: a row whose slot or position is

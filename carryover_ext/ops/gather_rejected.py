@@ -35,7 +35,8 @@ def gather_rejected(
 
     Raises:
         RuntimeError: wrong dtype, shape or device, `row_start` not monotone or not ending at T,
-            `num_accepted` outside -1..rows-1. On a GPU values are not looked at: that would wait for it.
+            `num_accepted` outside -1..rows-1. On a GPU values are not read on the host, which would wait for
+            it: a request with such a value has no rejected rows.
 
     Source: arXiv 2609.14717, the rejected rows m+1..b-1 of a verified block.
     """

@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> gather_rejected(const Tensor& hidden, const T
 
   GatherParams p = {};
   p.requests = check_ragged(check, row_start, num_accepted);
-  p.max_rejected = max_rejected;
+  p.total = hidden.size(0), p.max_rejected = max_rejected;
   const Device device(hidden);
   Tensor rows = torch::stable::new_empty(hidden, {p.requests, max_rejected, hidden.size(1)});
   Tensor index = torch::stable::new_empty(hidden, {p.requests, max_rejected}, ScalarType::Int);

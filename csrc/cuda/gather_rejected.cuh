@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(kGatherThreads)
   if (out >= p.requests * p.max_rejected) return;
   const int64_t request = out / p.max_rejected, j = out % p.max_rejected;
   const int32_t accepted = p.num_accepted[request];
-  const int64_t first = int64_t(p.row_start[request]) + accepted + 1;
-  int64_t count = accepted < 0 ? 0 : p.row_start[request + 1] - first;
+  const int64_t begin = p.row_start[request], end = p.row_start[request + 1], first = begin + accepted + 1;
+  int64_t count = accepted < 0 || begin < 0 || end > p.total ? 0 : end - first;
   count = count < 0 ? 0 : count > p.max_rejected ? p.max_rejected : count;
   const bool live = j < count;
   if (lane == 0) {

@@ -7,6 +7,7 @@
 namespace carryover {
 namespace cuda {
 
+// A request whose `row_start` or `num_accepted` is out of range has no rejected rows.
 struct GatherParams {
   const void* hidden;           // [T, F] bytes, rows row_bytes apart
   const int32_t* row_start;     // [B + 1]
@@ -14,6 +15,7 @@ struct GatherParams {
   void* rows;                   // [B, R, F]
   int32_t* index;               // [B, R]
   int32_t* lens;                // [B]
+  int64_t total;                // T
   int64_t requests, max_rejected;
   int64_t width_bytes;   // of a row
   int64_t stride_bytes;  // between rows of hidden

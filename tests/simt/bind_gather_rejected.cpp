@@ -12,6 +12,7 @@ PYBIND11_MODULE(SIMT_MODULE, m) {
     p.rows = raw(rows);
     p.index = data<int32_t>(index, "index");
     p.lens = data<int32_t>(lens, "lens");
+    p.total = hidden.shape(0);
     p.requests = num_accepted.shape(0);
     p.max_rejected = max_rejected;
     p.width_bytes = hidden.shape(1) * hidden.itemsize();
