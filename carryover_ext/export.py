@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,21 +154,43 @@ def export_checkpoint(
         config.extra["use_sliding_window"] = True  # without it Transformers' Qwen3Config drops the window
     update = None if base is None else _update(checkpoint, Path(base), folder, rank)
     values = writer[to](checkpoint)
-    folder.mkdir(parents=True, exist_ok=True)
     mask = checkpoint.tensors.pop("mask_embedding", None) if to == "vllm" else None
-    if mask is None:
-        (folder / MASK_FILE).unlink(missing_ok=True)  # of the drafter that lay here before
-    else:
-        torch.save({"mask_token_id": config.mask_token_id, "embedding": mask}, folder / MASK_FILE)
-    if update is None:
-        write_tensors(folder, checkpoint.tensors)
-    else:
-        write_tensors(folder, update[0], adapter.WEIGHTS)
-        (folder / adapter.CONFIG).write_text(json.dumps(update[1], indent=2) + "\n")
-    for name in (adapter.CONFIG, adapter.WEIGHTS) if update is None else (WEIGHTS,):
-        (folder / name).unlink(missing_ok=True)  # of a drafter in the other form
-    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    with _replacing(folder) as new:
+        if mask is not None:
+            torch.save({"mask_token_id": config.mask_token_id, "embedding": mask}, new / MASK_FILE)
+        if update is None:
+            write_tensors(new, checkpoint.tensors)
+        else:
+            write_tensors(new, update[0], adapter.WEIGHTS)
+            (new / adapter.CONFIG).write_text(json.dumps(update[1], indent=2) + "\n")
+        (new / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     return Written(folder, values["architectures"], notes)
+
+
+@contextmanager
+def _replacing(out: Path) -> Iterator[Path]:
+    """A folder to write a drafter to, which then takes the place of the one in ``out``. Whenever the program
+    is killed, ``out`` holds the old drafter, the new one, or no ``config.json``, without which none loads."""
+    out = out.resolve()
+    there = out.exists()  # perhaps a mount, or with other files: it stays, and what lies in it
+    parent = out if there else out.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    new = parent / f".{out.name}.{os.getpid()}"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    try:
+        yield new
+        if not there:
+            os.rename(new, out)
+            return
+        (out / "config.json").unlink(missing_ok=True)
+        for name in (MASK_FILE, WEIGHTS, adapter.CONFIG, adapter.WEIGHTS, "config.json"):
+            if (new / name).exists():
+                os.replace(new / name, out / name)
+            else:
+                (out / name).unlink(missing_ok=True)  # of the drafter that lay here before
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _update(c: _Checkpoint, base: Path, out: Path, rank: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

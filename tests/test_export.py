@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import HIDDEN, VOCAB, save_drafter, save_target
 from torch import Tensor
 
+from carryover_ext import export
 from carryover_ext.cli import main
 from carryover_ext.config import DSPARK, CarryoverConfig, DrafterConfig
 from carryover_ext.drafters import DFlashDrafter, MarkovDrafter, load_drafter
@@ -322,6 +325,50 @@ def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
         export_checkpoint(source, tmp_path / "file", "vllm")
     for _ in range(2):  # an earlier export is replaced
         export_checkpoint(source, tmp_path / "out", "vllm")
+
+
+def test_an_export_that_is_killed_leaves_nothing_or_the_old_drafter(tmp_path: Path, monkeypatch) -> None:
+    source, other, out = make(tmp_path / "own"), make(tmp_path / "other", False), tmp_path / "sub" / "out"
+    write = export.write_tensors
+
+    def killed(folder: Path, *rest) -> None:
+        write(folder, *rest)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "write_tensors", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(source, out, "vllm")
+    assert list(out.parent.iterdir()) == []
+    monkeypatch.undo()
+    export_checkpoint(source, out, "vllm")
+    (out / "README.md").write_text("mine")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(export, "write_tensors", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(other, out, "vllm")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    monkeypatch.undo()
+
+    def moved(old: Path, new: Path) -> None:
+        os.rename(old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(export, "os", SimpleNamespace(replace=moved, getpid=os.getpid))
+    with pytest.raises(KeyboardInterrupt):
+        export_checkpoint(other, out, "vllm")
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        load_drafter(out)
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "model.safetensors"]
+
+
+def test_an_export_leaves_no_file_of_the_drafter_before_it(tmp_path: Path) -> None:
+    base, source = make(tmp_path / "base"), make(tmp_path / "own")
+    export_checkpoint(source, tmp_path / "out", "adapter", base=base)
+    export_checkpoint(source, tmp_path / "out", "compact")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    export_checkpoint(source, tmp_path / "out", "adapter", base=base)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    load_drafter(tmp_path / "out")
 
 
 def test_a_damaged_source_is_not_exported(tmp_path: Path) -> None:
