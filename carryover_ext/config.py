@@ -99,11 +99,15 @@ def default_target_layer_ids(num_taps: int, num_target_layers: int) -> list[int]
     return [min(max(i, 0), num_target_layers - 1) for i in ids]
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _layer_types(values: dict[str, Any], source: str) -> list[str]:
     """As Transformers' Qwen configs fill them in: ``max_window_layers`` (28 when absent) full layers, then
     sliding ones."""
     full = values.get("max_window_layers", 28)
-    if not isinstance(full, int) or isinstance(full, bool) or full < 0:
+    if not _is_int(full) or full < 0:
         raise ValueError(f"{source}: max_window_layers={full!r}: must be a number of layers")
     count = values.get("num_hidden_layers")
     return [LAYER_TYPES[i >= full] for i in range(count if isinstance(count, int) else 0)]
@@ -277,7 +281,7 @@ class DrafterConfig:
             "max_position_embeddings",
         ]:
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not _is_int(value) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a positive integer")
         if not isinstance(self.block_size, int) or self.num_drafts < 1:
             raise ValueError(
@@ -294,7 +298,7 @@ class DrafterConfig:
         if not self.target_layer_ids:
             raise ValueError("target_layer_ids=[]: at least one tapped layer is needed")
         for tap in self.target_layer_ids:
-            if not isinstance(tap, int) or isinstance(tap, bool) or not 0 <= tap < self.num_target_layers:
+            if not _is_int(tap) or not 0 <= tap < self.num_target_layers:
                 raise ValueError(
                     f"target_layer_ids={self.target_layer_ids}: {tap!r} is not a decoder layer of "
                     "the target, which has "
@@ -319,7 +323,7 @@ class DrafterConfig:
             if kind not in LAYER_TYPES:
                 raise ValueError(f"layer_types has {kind!r}: must be one of {LAYER_TYPES}")
         window = self.sliding_window
-        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 0):
+        if window is not None and (not _is_int(window) or window < 0):
             raise ValueError(f"sliding_window={window!r}: must be a positive integer, or null for none")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError(
@@ -339,7 +343,13 @@ class DrafterConfig:
 
     def _validate_switches_and_numbers(self) -> None:
         """A text in the place of a switch would count as true, in the place of a number fail in a kernel."""
-        for name in ("causal", "tie_word_embeddings"):
+        for name in (
+            "causal",
+            "tie_word_embeddings",
+            "sample_from_anchor",
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+        ):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "causal" and value is None):
                 raise ValueError(f"{name}={value!r}: must be true or false")
@@ -347,17 +357,14 @@ class DrafterConfig:
             value, null = getattr(self, name), name in ("input_embedding_scale", "final_logit_softcapping")
             if null and value is None:
                 continue
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = _is_int(value) or isinstance(value, float)
             no_cap = name == "final_logit_softcapping" and value == 0
             if not number or not (0 < value < float("inf") or no_cap):
                 raise ValueError(f"{name}={value!r}: must be a positive number{' or null' * null}")
 
     def _validate_markov(self) -> None:
-        for name in ("sample_from_anchor", "enable_confidence_head", "confidence_head_with_markov"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be true or false")
         rank = self.markov_rank
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+        if not _is_int(rank) or rank < 0:
             raise ValueError(f"markov_rank={rank!r}: must be a positive integer, or 0 for no Markov head")
         if self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
