@@ -447,8 +447,8 @@ def measure(
 ) -> dict[str, Any]:
     """:func:`run` behind a progress bar; returns the document of :func:`carryover_ext.report.document`.
 
-    ``partial``: a file that holds the document so far after each group, where a run that was stopped goes on
-    if nothing else has changed. Answers are compared with plain decoding at the end only."""
+    ``partial``: a file that holds rows and records so far after each group, where a run that was stopped goes
+    on if nothing else has changed. Answers are compared with plain decoding at the end only."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -478,7 +478,8 @@ def measure(
 
     def keep(records: list[report.Record]) -> None:
         if partial:
-            doc = report.document(settings, machine, records)
+            rows = report.summarize(records, settings["arms"])  # gains are for the end: a bootstrap
+            doc = {"settings": settings, "environment": machine, "rows": rows, "records": records}
             report.write_json(partial, doc | {"decodes": total, "fingerprint": made_by})
 
     # Drawn between the timed decodes only: a bar that refreshes by itself would take time from them.
