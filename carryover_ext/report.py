@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .files import write_atomic
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -149,8 +151,6 @@ def document(
 
 
 def write_json(path: str | Path, doc: dict[str, Any]) -> Path:
-    from .training.recordings import write_atomic
-
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(doc, indent=1, ensure_ascii=False) + "\n")

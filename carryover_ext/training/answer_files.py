@@ -19,7 +19,8 @@ from tokenize import TokenError  # NumPy's, of a damaged header
 
 import numpy as np
 
-from carryover_ext.training.recordings import PromptIds, load_shard, recorded_settings, replacing, shards
+from carryover_ext.files import replacing
+from carryover_ext.training.recordings import PromptIds, load_shard, recorded_settings, shards
 
 BROKEN = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 SETTINGS = ("target", "temperature")  # the same in all sources of a file

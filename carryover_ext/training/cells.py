@@ -22,9 +22,9 @@ from pathlib import Path
 
 from carryover_ext.cli import not_negative, positive
 from carryover_ext.drafters.checkpoint import WEIGHTS
+from carryover_ext.files import write_atomic
 from carryover_ext.training.commands import add_device, recorded_temperature
 from carryover_ext.training.evaluate import FORMAT
-from carryover_ext.training.recordings import write_atomic
 from carryover_ext.training.shapes import BLOCK, DRAFT_VOCAB, LAYERS, TAPS
 
 CARRY, CONTROL = "carryover", "shifted"

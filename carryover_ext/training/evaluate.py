@@ -17,6 +17,7 @@ from torch import Tensor
 from carryover_ext import report
 from carryover_ext.cli import positive
 from carryover_ext.config import DrafterConfig
+from carryover_ext.files import write_atomic
 from carryover_ext.training.commands import (
     add_device,
     add_temperature,
@@ -28,7 +29,7 @@ from carryover_ext.training.commands import (
     recorded_temperature,
 )
 from carryover_ext.training.evaluation import Arm, Tally, as_compute, evaluate_arms
-from carryover_ext.training.recordings import prompts, write_atomic
+from carryover_ext.training.recordings import prompts
 from carryover_ext.training.trainer import check_trainable
 
 FORMAT = "carryover-evaluate/2"

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from carryover_ext.files import write_atomic
 from carryover_ext.training.recordings import (
     Recording,
     load_saved,
@@ -31,7 +32,6 @@ from carryover_ext.training.recordings import (
     read_object,
     save_atomic,
     shards,
-    write_atomic,
 )
 from carryover_ext.training.target_pass import TargetPass
 

@@ -15,16 +15,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from carryover_ext.files import replacing, write_atomic
 from carryover_ext.pretrained import encode_chat
 from carryover_ext.report import ALL
 
@@ -61,20 +60,6 @@ Backend = Callable[[Sequence[list[int]], int], list[tuple[list[int], str]]]
 
 def shard_path(folder: Path, index: int) -> Path:
     return folder / f"shard-{index:05d}.jsonl"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name beside ``path`` to write to; it becomes ``path`` when all is written."""
-    temporary = path.with_name(path.name + ".tmp")
-    yield temporary
-    os.replace(temporary, path)
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Writes beside the file and renames: a reader sees the old content or the new, never half."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def save_atomic(path: Path, content: Any) -> None:

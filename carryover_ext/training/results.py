@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from carryover_ext import report
+from carryover_ext.files import write_atomic
 from carryover_ext.training.evaluate import FORMAT
-from carryover_ext.training.recordings import write_atomic
 
 Document = dict[str, Any]
 BASELINE, OFF = "carryover/baseline", "carryover/carryover-off"

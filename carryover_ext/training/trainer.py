@@ -27,6 +27,7 @@ from torch import Tensor
 from carryover_ext.config import DrafterConfig
 from carryover_ext.drafters.adapter import LORA_A, LORA_B, MARKOV_W1, MARKOV_W2
 from carryover_ext.drafters.checkpoint import EMBED, HEAD
+from carryover_ext.files import write_atomic
 from carryover_ext.training.anchors import Batch, gather_rows, load_batch, slot_labels
 from carryover_ext.training.cost import now
 from carryover_ext.training.distributed import Ranks
@@ -41,7 +42,7 @@ from carryover_ext.training.features import FeatureStore
 from carryover_ext.training.forward import draft_hidden, encode_rows
 from carryover_ext.training.losses import slot_weights, soft_cross_entropy
 from carryover_ext.training.prefixes import stack_prefixes
-from carryover_ext.training.recordings import load_saved, save_atomic, write_atomic
+from carryover_ext.training.recordings import load_saved, save_atomic
 from carryover_ext.training.target_pass import Prefix, TargetPass
 from carryover_ext.training.validation import Validation
 
