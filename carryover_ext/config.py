@@ -103,6 +103,10 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or isinstance(value, float)
+
+
 def _layer_types(values: dict[str, Any], source: str) -> list[str]:
     """As Transformers' Qwen configs fill them in: ``max_window_layers`` (28 when absent) full layers, then
     sliding ones."""
@@ -248,10 +252,13 @@ class DrafterConfig:
         return self.num_drafts + 1
 
     @property
+    def _rotary_factor(self) -> Any:
+        return (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
+
+    @property
     def rotary_dim(self) -> int:
         """Rotated dimensions of a head (even, at most ``head_dim``)."""
-        factor = (self.rope_parameters or {}).get("partial_rotary_factor", self.partial_rotary_factor)
-        return int(int(self.head_dim or 0) * factor) // 2 * 2
+        return int(int(self.head_dim or 0) * self._rotary_factor) // 2 * 2
 
     def layer_window(self, layer: int) -> int:
         """Sliding window of a layer in positions, 0 for full attention."""
@@ -357,10 +364,12 @@ class DrafterConfig:
             value, null = getattr(self, name), name in ("input_embedding_scale", "final_logit_softcapping")
             if null and value is None:
                 continue
-            number = _is_int(value) or isinstance(value, float)
             no_cap = name == "final_logit_softcapping" and value == 0
-            if not number or not (0 < value < float("inf") or no_cap):
+            if not _is_number(value) or not (0 < value < float("inf") or no_cap):
                 raise ValueError(f"{name}={value!r}: must be a positive number{' or null' * null}")
+        factor = self._rotary_factor
+        if not _is_number(factor) or not 0 <= factor < float("inf"):
+            raise ValueError(f"partial_rotary_factor={factor!r}: must be a number in 0..1")
 
     def _validate_markov(self) -> None:
         rank = self.markov_rank

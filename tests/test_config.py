@@ -154,6 +154,8 @@ def test_missing_dflash_key(key: str) -> None:
             "final_logit_softcapping=-30.0: must be a positive number or null",
         ),
         ({"input_embedding_scale": True}, "input_embedding_scale=True"),
+        ({"partial_rotary_factor": "0.5"}, "partial_rotary_factor='0.5': must be a number in 0..1"),
+        ({"rope_parameters": {"partial_rotary_factor": None}}, "partial_rotary_factor=None"),
     ],
 )
 def test_bad_value(tmp_path: Path, values: dict, message: str) -> None:
